@@ -10,7 +10,7 @@ import wave
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -88,6 +88,10 @@ class RunLogSink:
         self._stack.close()
 
 
+#: Ranks in a row of ``ranks.jsonl``: 200 bytes each, at every log interval.
+LOGGED_RANKS = 1024
+
+
 class RunFolderSink:
     """Writes the run folder's files. Raises :class:`~lockstep.errors.StorageError`."""
 
@@ -106,7 +110,7 @@ class RunFolderSink:
             case events.StepLogged():
                 self._run.append_step(step_row(event))
             case events.RanksLogged():
-                self._ranks.append(asdict(event))
+                self._ranks.append(asdict(replace(event, ranks=event.ranks[:LOGGED_RANKS])))
             case events.EpochEnded():
                 row = {"epoch": event.epoch, **event.row, "step": event.step, "attempt": event.attempt}
                 row |= _samples(event) | ({} if event.is_complete else {"complete": False})

@@ -6,6 +6,8 @@ import json
 import math
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from lockstep.rundir.folder import RunDir
 from lockstep.rundir.summary import find_runs, read_runs
 from tests import commands
 from tests.conftest import RunCli, cli_environment
+from tests.ray_cluster import running_cluster, wait_until
 
 TASK = """
 import torch
@@ -61,11 +64,7 @@ def test_a_stopped_sweep_trains_what_is_left(
     (tmp_path / "line.py").write_text(TASK)
     monkeypatch.chdir(tmp_path)
     command = (*SWEEP, "--set", "task.pause_s=1.5", "--save-dir", "runs/widths")
-    process = commands.start("-m", "lockstep", *command, cwd=tmp_path, env=cli_environment(), merged=True)
-    deadline = time.monotonic() + 90
-    while not any((beat := run.progress()) and beat.step for run, _ in read_runs(Path("runs"))):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
+    process = start_and_wait(command, tmp_path, cli_environment())
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 143, output
@@ -125,6 +124,109 @@ def test_a_class_in_python_and_a_trial_that_fails(tmp_path: Path, monkeypatch: p
     best = sweep.groups().groups[0]
     assert best.mean == sweep.runs[0].epochs()[-1]["val_loss"]
     assert 1e-3 <= sweep.runs[0].config().optimizer.lr <= 1e-1
+
+
+def start_and_wait(command: tuple[str, ...], folder: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a sweep, and wait until one of its trials has made a step."""
+    process = commands.start("-m", "lockstep", *command, cwd=folder, env=environment, merged=True)
+    deadline = time.monotonic() + 120
+    while not any((beat := run.progress()) and beat.step for run, _ in read_runs(folder / "runs")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    return process
+
+
+@pytest.mark.slow
+def test_bad_trials_of_a_search_end_early(tmp_path: Path, run_cli: RunCli) -> None:
+    """A stopped search resumes from its file; its trials are worse than those that the file has besides."""
+    import optuna
+
+    (tmp_path / "line.py").write_text(TASK)
+    settings = ("--set", "optimizer.lr=1e-3..1e-2", "--set", "task.pause_s=0.2", "--epochs", "60", "--devices", "cpu")
+    command = ("sweep", "line.py:Line", *settings, "--search", "optuna", "--trials", "7", "--save-dir", "runs/search")
+    process = start_and_wait(command, tmp_path, cli_environment())
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 143, output
+    storage = optuna.storages.journal.JournalFileBackend(str(tmp_path / "runs" / "search" / "optuna.log"))
+    study = optuna.load_study(study_name="search", storage=optuna.storages.JournalStorage(storage))
+    [stopped] = study.trials
+    good = optuna.trial.create_trial(
+        params=stopped.params,
+        distributions=stopped.distributions,
+        value=0.0,
+        intermediate_values=dict.fromkeys(range(60), 0.0),
+    )
+    for _ in range(5):  # Optuna's median needs five
+        study.add_trial(good)
+
+    done = run_cli(*command, "--resume", "--json")
+    assert done.code == 0, done.err
+    pruned = [trial for trial in study.get_trials() if trial.state == optuna.trial.TrialState.PRUNED]
+    assert pruned[0].params == stopped.params
+    runs = {run.config().optimizer.lr: run for run, _ in read_runs(tmp_path / "runs")}
+    assert runs.keys() == {trial.params["optimizer.lr"] for trial in pruned} and len(runs) == 2
+    for trial in pruned:
+        run = runs[trial.params["optimizer.lr"]]
+        assert run.status() == "stopped"
+        scores = [row["val_loss"] for row in run.epochs()]
+        reported = list(trial.intermediate_values.values())
+        assert scores[: len(reported)] == reported and 2 <= len(scores) < 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_sweep_on_ray_trains_what_is_left(tmp_path: Path) -> None:
+    """With the losses of trials here; no two trials reserve the same resources."""
+    pytest.importorskip("ray")
+    (tmp_path / "line.py").write_text(TASK)
+    settings = (
+        "--set",
+        "task.width=2,3,4",
+        "--set",
+        "task.pause_s=0.5",
+        "--devices",
+        "cpu",
+        "--save-dir",
+        "runs/widths",
+    )
+    command = ("sweep", "line.py:Line", *settings, "--on", "ray")
+    with running_cluster(nodes=1, cpus=2) as cluster:
+        process = start_and_wait(command, tmp_path, cluster.environment)
+        process.kill()
+        process.communicate()
+        wait_until(lambda: all(run.status() != "running" for run, _ in read_runs(tmp_path / "runs")))
+        before = {record.id: record.attempt for _, record in read_runs(tmp_path / "runs")}
+        assert 1 <= len(before) <= 2
+        exclusive = ("--parallel", "2", "--ray-resource", "CPU=2", "--resume", "--json")
+        done = run([sys.executable, "-m", "lockstep", *command, *exclusive], tmp_path, cluster.environment)
+        too_large = run(
+            [sys.executable, "-m", "lockstep", *command, "--ray-resource", "CPU=3", "--resume"],
+            tmp_path,
+            cluster.environment,
+        )
+    assert done.returncode == 1, done.stderr
+    assert too_large.returncode == 2 and "3 CPU" in too_large.stderr
+    result = json.loads(done.stdout)
+    assert result["failed"] == ["width=3 seed=42"]
+    runs = {run.config().task.settings["width"]: run for run, _ in read_runs(tmp_path / "runs") if run.epochs()}
+    assert runs.keys() == {2, 4}
+    for width, trial in runs.items():
+        local = lockstep.train(
+            f"{tmp_path / 'line.py'}:Line",
+            {"task": {"width": width}},
+            devices="cpu",
+            save_dir=tmp_path / f"local-{width}",
+        )
+        assert [row["val_loss"] for row in trial.epochs()] == [row["val_loss"] for row in local.history]
+        record = trial.read()
+        assert (record.status, record.attempt) == ("completed", before.get(record.id, 0) + 1)
+    first, second = sorted((record.started_at, record.completed_at) for record in (run.read() for run in runs.values()))
+    assert first[1] <= second[0]
+
+
+def run(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_a_bad_trial_is_pruned_and_an_open_one_repeated(tmp_path: Path) -> None:

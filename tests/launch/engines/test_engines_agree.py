@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,8 @@ import pytest
 import yaml
 
 from tests.conftest import cli_environment
-from tests.launch.engines.test_ray import Cluster, free_port
 from tests.launch.slurm_cluster import cluster as slurm_cluster
+from tests.ray_cluster import free_port, running_cluster
 
 PATIENCE_S = 400
 HAR = (
@@ -79,19 +76,6 @@ def on_kubernetes(folder: Path, words: Sequence[str]) -> None:
     run_all([trainer["command"][1:]] * 2, folder, pods)
 
 
-@contextmanager
-def ray_cluster() -> Iterator[Mapping[str, str]]:
-    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # the path of a socket has at most 107 bytes
-    (folder / "ray").mkdir()
-    nodes = Cluster(folder)
-    try:
-        nodes.add_node(2)
-        yield nodes.environment
-    finally:
-        nodes.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def losses(folder: Path) -> list[dict[str, Any]]:
     epochs = json.loads((folder / "run" / "metrics.json").read_text())["epochs"]
     names = ("train_loss", "val_loss", "val_accuracy", "lr")
@@ -117,8 +101,8 @@ def test_engines_agree(mode: str, tmp_path: Path) -> None:
     on_kubernetes(folder["k8s"], words)
     with slurm_cluster() as variables:
         train(folder["slurm"], *on_nodes, "--on", "slurm", **variables)
-    with ray_cluster() as variables:
-        train(folder["ray"], *on_nodes, "--on", "ray", **variables)
+    with running_cluster(2) as nodes:
+        train(folder["ray"], *on_nodes, "--on", "ray", **nodes.environment)
     local = losses(folder["local"])
     assert len(local) >= 1
     for name, path in folder.items():

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.gloo import ROOT, TOKEN_VARIABLE, clean_environment
+from lockstep.rundir.folder import RunDir
+from tests import s3
+from tests.gloo import ROOT, clean_environment
+from tests.ray_cluster import PATIENCE_S, Cluster, free_port, running_cluster, wait_until
+from tests.samples import audit_samples, samples_by_step
 
 pytest.importorskip("ray.train")
 TASK = """
@@ -35,82 +34,12 @@ class Toy(Task):
         x, y = batch
         return Loss(nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y))
 """
-#: How long Ray may take for any of its steps, on a busy machine.
-PATIENCE_S = 240.0
-
-
-class Cluster:
-    """Node processes of one Ray cluster; the first is the head. Each has one CPU and an address of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        addresses = {"RAY_TMPDIR": str(folder), "RAY_ADDRESS": f"127.0.0.1:{self.port}"}
-        environment = clean_environment(**addresses, PYTHONPATH=str(ROOT / "src"))
-        # Ray's processes live as long as the module's tests: without the mark of the test that starts them.
-        self.environment = {key: value for key, value in environment.items() if key != TOKEN_VARIABLE}
-        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
-        self.add_node(1)
-
-    def add_node(self, number: int) -> None:
-        """Start a node and wait until it has joined the cluster."""
-        role = [f"--address=127.0.0.1:{self.port}"]
-        if number == 1:
-            role = ["--head", f"--port={self.port}", "--include-dashboard=false"]
-        words = ["start", *role, f"--node-ip-address=127.0.0.{number}", "--num-cpus=1", "--disable-usage-stats"]
-        self._nodes[number] = subprocess.Popen(
-            [ray_program(), *words, "--object-store-memory=100000000", "--block"],
-            env={key: value for key, value in self.environment.items() if key != "RAY_ADDRESS"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        wait_until(lambda: self._alive() == len(self._nodes))
-
-    def kill_node(self, number: int) -> None:
-        """Kill a node's processes, as a power failure would."""
-        node = self._nodes.pop(number)
-        for process in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        node.wait()
-
-    def close(self) -> None:
-        for number in sorted(self._nodes, reverse=True):
-            self.kill_node(number)
-
-    def _alive(self) -> int:
-        code = "import ray; ray.init(log_to_driver=False); print(sum(node['Alive'] for node in ray.nodes()))"
-        done = subprocess.run([sys.executable, "-c", code], env=self.environment, capture_output=True, text=True)
-        return int(done.stdout or 0) if done.returncode == 0 else 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def ray_program() -> str:
-    return str(Path(sys.executable).with_name("ray"))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # the path of a socket has at most 107 bytes
-    (folder / "ray").mkdir()
-    nodes = Cluster(folder)
-    try:
-        nodes.add_node(2)
+    with running_cluster(2) as nodes:
         yield nodes
-    finally:
-        nodes.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def start(cluster: Cluster, folder: Path, *words: str, step_s: float = 0.0) -> subprocess.Popen[str]:
@@ -200,6 +129,60 @@ def test_the_run_survives_a_lost_node_a_resize_and_a_stop(cluster: Cluster, tmp_
     code, output = finish(start(cluster, single, "--devices", "cpu", "--global-batch-size", "16", "--epochs", "40"))
     assert code == 0, output
     assert weights(tmp_path) == weights(single)
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1200)
+def test_a_run_that_lost_its_cluster_resumes_from_its_mirror(tmp_path: Path) -> None:
+    """Storage is cut for 30 s, then every process of the run dies; one CPU without Ray ends with the same bits."""
+    settings = ("--epochs", "40", "--set", "checkpoint.every_steps=20", "--set", "telemetry.record_samples=true")
+    lost, resumed, single = (tmp_path / name for name in ("lost", "resumed", "single"))
+    for folder in (lost, resumed, single):
+        folder.mkdir()
+    with s3.serve() as storage, running_cluster(2, **storage.environment) as cluster:
+        mirror = f"s3://{s3.BUCKET}/run"
+        words = ("--devices", "cpu", "--on", "ray", "--nodes", "2", "--mirror", mirror, *settings)
+        process = start(cluster, lost, *words, step_s=0.2)
+        wait_until(lambda: bool(saved_steps(storage)))
+        storage.status = 503
+        before = max(saved_steps(storage)), steps_of(lost)
+        time.sleep(30)
+        assert process.poll() is None and steps_of(lost) > before[1] + 20, "the run continues without its mirror"
+        assert storage.refused and max(saved_steps(storage)) == before[0]
+        storage.status = 0
+        wait_until(lambda: max(saved_steps(storage)) > before[1])
+        for node in (2, 1):
+            cluster.kill_node(node)
+        process.kill()
+        process.communicate()
+        newest = max(saved_steps(storage))
+        assert steps_of(lost) < 480
+        lost.rename(tmp_path / "gone")
+        environment = clean_environment(**storage.environment, PYTHONPATH=str(ROOT / "src"))
+        train(single, environment, "--devices", "cpu", "--global-batch-size", "16", *settings)
+        train(resumed, environment, "--devices", "cpu", "--mirror", mirror, "--resume", *settings)
+        fetched = RunDir(resumed / "run")
+        assert fetched.resumed_from() == {1: 0, 2: newest}
+        assert weights(resumed) == weights(single)
+        assert samples_by_step(fetched) == samples_by_step(RunDir(single / "run"))
+        assert all(not epoch.repeated and not epoch.unused for epoch in audit_samples(fetched))
+        copies = dict(storage.puts)
+        assert copies[f"run/checkpoints/step-{480:08}/model.safetensors"] == weights(single)
+
+
+def saved_steps(storage: s3.Storage) -> list[int]:
+    """The steps of complete checkpoints at the mirror."""
+    names = [name.split("/") for name, _ in storage.puts if name.endswith("manifest.json")]
+    return [int(step.removeprefix("step-")) for *_, step, _ in names]
+
+
+def train(folder: Path, environment: dict[str, str], *words: str) -> None:
+    """Train the toy task in ``folder/run`` without Ray."""
+    (folder / "toy.py").write_text(TASK.replace("SECONDS", "0"))
+    settings = ("--save-dir", "run", "--batch-size", "8", "--reproducibility", "exact")
+    command = [sys.executable, "-m", "lockstep", "train", "toy.py:Toy", *words, *settings]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
 
 
 #: A driver of the user's: Ray's own trainer, whose function trains a task, or a loop with a session.

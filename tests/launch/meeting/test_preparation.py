@@ -22,8 +22,8 @@ NODES = 3
 
 def agree(rank: int, size: int, folders: list[Path]) -> dict[str, Any]:
     """The run that this rank is to train, or why it is refused."""
-    members = [Member(other, 0, other, f"node{other}", {}) for other in range(NODES)]
-    team = Team(members, World(rank, NODES, 0, 1, rank, "torchrun", NODES), 60.0)
+    me = Member(rank, 0, rank, f"node{rank}")
+    team = Team(me, World(rank, NODES, 0, 1, rank, "torchrun", NODES), 60.0)
     config = RunConfig(save_dir=folders[rank] / "run")  # type: ignore[call-arg]
     with contextlib.ExitStack() as claim:
         try:

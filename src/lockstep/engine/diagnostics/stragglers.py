@@ -145,7 +145,7 @@ def queued_s() -> float:
 
 
 class RankWatch:
-    """Gathers every rank's state. All methods are collective; every rank emits the same.
+    """Gathers every rank's state. All methods are collective; rank 0 emits.
 
     The work of a rank ends with the gradients of ``parameters()``; without any it is not timed.
     """
@@ -202,6 +202,8 @@ class RankWatch:
         self._pending = None
         if work is not None:
             work.wait()
+        if not self._collectives.is_main:
+            return
         ranks = tuple(_state(rank, row.tolist()) for rank, row in enumerate(rows))
         if all(state.own_s is not None for state in ranks):
             self._history.append(ranks)

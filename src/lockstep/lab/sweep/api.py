@@ -22,6 +22,9 @@ class SweepSettings(Settings, total=False):
     search: Literal["grid", "optuna"]
     trials: int | None  # of a search
     resume: bool  # train the remaining trials of the sweep in save_dir
+    on: Literal["ray"] | None  # trials on the resources of a Ray cluster
+    ray_address: str | None
+    ray_resource: list[str] | None
 
 
 def sweep(
@@ -51,7 +54,8 @@ def sweep(
             ``parallel``: trials at the same time, each with as many of ``devices``; default: one on each GPU, or one on
             the CPU. Trials share a GPU only if it is named several times. ``search="optuna"`` chooses ``trials`` points
             (default: 20), and stops trials whose evaluations are worse than the median. ``resume=True`` trains the
-            remaining trials of the sweep in ``save_dir``; if there is none, it starts one.
+            remaining trials of the sweep in ``save_dir``; if there is none, it starts one. ``on="ray"``: trials on the
+            free resources of a Ray cluster, each with one GPU or CPU for each of ``devices``.
 
     Raises:
         UsageError: the task, a setting or the space is wrong; nothing was started.

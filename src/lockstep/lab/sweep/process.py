@@ -9,8 +9,9 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from lockstep.lab.sweep import trial as trial_process
 from lockstep.lab.sweep.searches import Search, Trial
@@ -21,10 +22,52 @@ from lockstep.rundir.folder import RunDir, or_else
 _PRUNE_S = 1.0
 
 
+class Process(Protocol):
+    """The part of :class:`subprocess.Popen` that a sweep needs; the process may be on another machine."""
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def communicate(self) -> object: ...
+
+
+#: Starts the process of a trial with its pickled task and settings, number of threads, and log.
+StartProcess = Callable[[bytes, int | None, Path], Process]
+
+
+def start_process(job: bytes, threads: int | None, log: Path) -> subprocess.Popen[bytes]:
+    """Start a trial here. It ends when this process ends. ``threads``: its number, where trials share cores."""
+    environment = dict(os.environ)
+    set_defaults(environment)
+    if threads is not None:
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", trial_process.__name__],
+            stdin=subprocess.PIPE,  # it ends when this end is closed
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C in a terminal reaches it through the sweep alone
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended, and its log has the reason
+        pickle.dump({"path": sys.path, "argv": sys.argv}, process.stdin)
+        pickle.dump(job, process.stdin)
+        process.stdin.flush()
+    return process
+
+
 class TrialProcess:
     """A trial that is being trained, on ``devices``; its output goes to ``log``."""
 
-    _process: subprocess.Popen[bytes]
+    _process: Process
 
     def __init__(self, trial: Trial, run: RunDir, devices: tuple[str, ...], log: Path) -> None:
         self.trial = trial
@@ -34,26 +77,9 @@ class TrialProcess:
         self.began = self._looked = time.monotonic()
         self._is_stopped = self._is_pruned = False
 
-    def start(self, job: bytes, threads: int | None) -> Self:
+    def start(self, start: StartProcess, job: bytes, threads: int | None) -> Self:
         """Start the process with its pickled task and settings; ``threads``: its number, where cores are shared."""
-        environment = dict(os.environ)
-        set_defaults(environment)
-        if threads is not None:
-            environment.setdefault("OMP_NUM_THREADS", str(threads))
-        with self.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", trial_process.__name__],
-                stdin=subprocess.PIPE,  # it ends when this end is closed
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # Ctrl-C in a terminal reaches it through the sweep alone
-            )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and its log has the reason
-            pickle.dump({"path": sys.path, "argv": sys.argv}, self._process.stdin)
-            pickle.dump(job, self._process.stdin)
-            self._process.stdin.flush()
+        self._process = start(job, threads, self.log)
         return self
 
     def has_ended(self) -> bool:

@@ -45,6 +45,12 @@ class SweepOptions:
     ] = "grid"
     trials: Annotated[int | None, _flag("Trials of a search. Default: 20.")] = None
     resume: Annotated[bool, _flag("Train the remaining trials of the sweep in --save-dir, if there is one.")] = False
+    on: Annotated[Literal["ray"] | None, _flag("ray: trials on the free resources of a Ray cluster.")] = None
+    ray_address: Annotated[str | None, _flag("Of the cluster, as in `lockstep train`.", metavar="HOST:PORT")] = None
+    ray_resource: Annotated[
+        list[str] | None,
+        _flag("Reserved for each device of a trial, e.g. CPU=4; GPU=0.5: two share a GPU.", metavar="NAME=NUMBER"),
+    ] = None
 
 
 #: Values by the key of their setting.

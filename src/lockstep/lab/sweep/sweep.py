@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -13,13 +14,12 @@ from typing import Any
 
 import cloudpickle
 
-from lockstep.config import merge, resolve
-from lockstep.config.load import nested
+from lockstep.config.load import merge, nested, resolve
 from lockstep.engine.task import Task
 from lockstep.errors import DeviceError, RunFolderError, UsageError
 from lockstep.hardware import read_world
 from lockstep.hardware.detect import usable_cores
-from lockstep.lab.sweep.process import TrialProcess
+from lockstep.lab.sweep.process import StartProcess, TrialProcess, start_process
 from lockstep.lab.sweep.searches import Grid, OptunaSearch, Search, Trial
 from lockstep.lab.sweep.space import Range, Space, SweepOptions
 from lockstep.launch.prepare import prepare
@@ -72,18 +72,28 @@ def run_sweep(
     for key, values in space.items():
         for value in (values.low, values.high) if isinstance(values, Range) else values:
             resolve(settings, nested({key: value}))
-    prepared = prepare(task, merge(settings, nested(first)))
-    slots = divided(prepared.placement.devices, options.parallel)
-    config = prepared.config
-    folder = absolute(Path(save_dir) if save_dir else config.runs_dir / f"sweep-{secrets.token_hex(4)}")
-    _open_folder(folder, config.task.name, settings, options)
-    search: Search
-    if options.search == "optuna":
-        trials = options.trials or TRIALS
-        search = OptunaSearch(space, folder, seed=config.training.seed, trials=trials, mode=prepared.plan.mode)
-    else:
-        search = Grid(space, range(config.training.seed, config.training.seed + options.seeds))
-    return _Sweeper(task, settings, folder, config.runs_dir, report).train(search, slots)
+    planned = merge(settings, nested(first))
+    with contextlib.ExitStack() as connection:
+        cluster = None
+        if options.on is not None:
+            from lockstep.lab.sweep.ray_cluster import RayCluster
+
+            cluster = RayCluster(options, resolve(settings).hardware.selected_devices)
+            connection.callback(cluster.leave)
+            planned = merge(planned, cluster.settings_here)
+        prepared = prepare(task, planned)
+        config = prepared.config
+        folder = absolute(Path(save_dir) if save_dir else config.runs_dir / f"sweep-{secrets.token_hex(4)}")
+        _open_folder(folder, config.task.name, settings, options)
+        search: Search
+        if options.search == "optuna":
+            trials = options.trials or TRIALS
+            search = OptunaSearch(space, folder, seed=config.training.seed, trials=trials, mode=prepared.plan.mode)
+        else:
+            search = Grid(space, range(config.training.seed, config.training.seed + options.seeds))
+        slots = divided(prepared.placement.devices, options.parallel) if cluster is None else cluster.slots
+        start = start_process if cluster is None else cluster.start
+        return _Sweeper(task, settings, folder, config.runs_dir, report, start).train(search, slots)
 
 
 def _check(space: Space, options: SweepOptions) -> None:
@@ -92,6 +102,8 @@ def _check(space: Space, options: SweepOptions) -> None:
     for name, count in {"seeds": options.seeds, "parallel": options.parallel, "trials": options.trials}.items():
         if count is not None and count < 1:
             raise UsageError(f"{name} is {count}", fix="give 1 or more")
+    if options.on is None and (options.ray_address or options.ray_resource):
+        raise UsageError("--ray-address and --ray-resource are for --on ray", fix="add --on ray, or leave them out")
     fixed = sorted(_SET_BY_SWEEP & space.keys())
     if fixed:
         raise UsageError(f"{', '.join(fixed)} cannot be varied", why="the sweep sets it", fix="vary other settings")
@@ -173,12 +185,14 @@ class _Sweeper:
         folder: Path,
         runs_dir: Path,
         report: Callable[[str], None],
+        start: StartProcess,
     ) -> None:
         self._task = task
         self._settings = settings
         self._folder = folder
         self._runs_dir = absolute(runs_dir)
         self._report = report
+        self._start = start
         self._runs: list[RunDir] = []
         self._failed: list[str] = []
         self._finished = 0
@@ -232,7 +246,9 @@ class _Sweeper:
         shares_cores = parallel > 1 and devices[0] == "cpu"
         threads = max(1, usable_cores() // parallel) if shares_cores else None
         log = self._folder / f"{run.path.name}.log"
-        return TrialProcess(trial, run, devices, log).start(cloudpickle.dumps((self._task, settings)), threads)
+        return TrialProcess(trial, run, devices, log).start(
+            self._start, cloudpickle.dumps((self._task, settings)), threads
+        )
 
     def _end(self, process: TrialProcess, search: Search, *, is_stopping: bool) -> None:
         status = process.status()

@@ -53,16 +53,30 @@ class Ray(AttachedEngine):
         Raises:
             UsageError: there is no cluster, or it is too small. RunError: the run has failed, and is not started again.
         """
-        for name, value in VARIABLES.items():
-            os.environ.setdefault(name, value)
-        ray = _library()
-        _connect(ray, job.options.get("ray_address"))
+        ray, resources = connect(job)
         try:
-            resources = _resources_per_rank(job)
-            _refuse_small_cluster(ray.cluster_resources(), job, resources)
             return _train(ray, job, resources)
         finally:
             ray.shutdown()
+
+
+def connect(job: Job) -> tuple[Any, dict[str, float]]:
+    """Join the cluster that ``job`` names; returns Ray, and the resources of each rank.
+
+    Raises:
+        UsageError: there is no Ray, no cluster, or it is too small.
+    """
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    resources = _resources_per_rank(job)
+    ray = _library()
+    _connect(ray, job.options.get("ray_address"))
+    try:
+        _refuse_small_cluster(ray.cluster_resources(), job, resources)
+    except UsageError:
+        ray.shutdown()
+        raise
+    return ray, resources
 
 
 def _library() -> Any:

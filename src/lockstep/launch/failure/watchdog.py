@@ -52,11 +52,16 @@ from lockstep.rundir.heartbeat import Activity, pulse
 #: Heartbeats in ``hang_timeout_s``, with at least the interval between them.
 _BEATS_IN_TIMEOUT = 30
 _LEAST_INTERVAL_S = 0.1
+#: Seconds between the messages of a rank for each rank of the run: the store gets at most 4,000 in a second.
+_INTERVAL_OF_RANK_S = 0.0005
+#: Of more ranks, not all read the heartbeats of all after a hang.
+_ALL_READ = 64
 #: How long a rank stays, after the next check of the others, so that they find the hang and not the loss of a rank.
 _OTHERS_S = 5.0
 #: How often a rank looks whether another one asks for its stack, or whether it is to stop.
 _ASKED_INTERVAL_S = 0.5
 _ASKED = "lockstep/watchdog/asked"
+_REPORT = "lockstep/watchdog/report"
 
 
 class _Heartbeat(FileContent):
@@ -94,7 +99,9 @@ class Watchdog(threading.Thread):
         self._hung = hung
         self._logs = logs
         self._store: Any = None if store is None else cast(Any, store).clone()
-        self.interval_s = max(_LEAST_INTERVAL_S, timeout_s / _BEATS_IN_TIMEOUT)
+        crowd_s = _INTERVAL_OF_RANK_S * world.size
+        self.interval_s = max(_LEAST_INTERVAL_S, timeout_s / _BEATS_IN_TIMEOUT, crowd_s)
+        self._wait_s = min(self.interval_s, max(_ASKED_INTERVAL_S, crowd_s))
         self._workers: tuple[str, ...] | None = None
         self._ended = threading.Event()
         self._host = socket.gethostname()
@@ -111,7 +118,7 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         due_at = time.monotonic() + self.interval_s
-        while not self._ended.wait(min(self.interval_s, _ASKED_INTERVAL_S)):
+        while not self._ended.wait(self._wait_s):
             with contextlib.suppress(RuntimeError):  # the store's process is gone: the ranks will fail of that
                 self._is_asked = self._store is not None and self._store.check([_ASKED])
                 now = time.monotonic()
@@ -156,12 +163,22 @@ class Watchdog(threading.Thread):
         if heartbeat.at.silent_s < self._timeout_s / 2:
             self._received = {}
             return None
+        # If each of many ranks read the heartbeats of all, the store would have to answer N² requests. So they begin
+        # one after the other, and the first one that knows enough publishes its report.
+        if self._store is not None and self._world.rank and self._world.size > _ALL_READ:
+            if self._store.check([_REPORT]):
+                return hang.HangReport.model_validate_json(self._store.get(_REPORT))
+            if heartbeat.at.silent_s < self._timeout_s / 2 + self._world.rank * self.interval_s:
+                return None
         ranks = {**self._others(now), self._world.rank: heartbeat}
         moving = [beat for beat in ranks.values() if beat.at.silent_s < self._timeout_s or beat.untimed]
         if len(ranks) < self._world.size or moving:  # some have not begun
             return None
         places = tuple(self._place(beat) for _, beat in sorted(ranks.items()))
-        return hang.HangReport(timeout_s=self._timeout_s, ranks=places)
+        report = hang.HangReport(timeout_s=self._timeout_s, ranks=places)
+        if self._store is not None:
+            self._store.set(_REPORT, report.model_dump_json())
+        return report
 
     def _place(self, beat: _Heartbeat) -> hang.Standstill:
         """Where a rank is; one of this machine that sends no heartbeat is asked by a signal."""

@@ -1,7 +1,7 @@
 """Rendezvous: exchange ranks, nodes and settings, and refuse differences.
 
 Over the store of the process group, before there is a group: so that a difference is reported by name, instead of as a
-time-out of ranks that wait for different things.
+time-out of ranks that wait for different things. Rank 0 alone reads the settings of all (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import json
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -46,15 +47,16 @@ _READING_S = 10.0
 _trainings = count()
 
 
+
+
 @dataclass(frozen=True)
 class Member:
-    """One rank. ``compared``: what must be the same on all ranks, settings and versions."""
+    """One rank and its node."""
 
     rank: int
     local_rank: int
     node_rank: int
     host: str
-    compared: dict[str, str]
 
 
 class Team:
@@ -63,21 +65,22 @@ class Team:
     ``store``: where several ranks have met, for a group of another backend and for heartbeats.
     """
 
-    def __init__(self, members: Sequence[Member], world: World, timeout_s: float, store: Store | None = None) -> None:
+    def __init__(self, me: Member, world: World, timeout_s: float, store: Store | None = None) -> None:
         self.world = world
         self.store = store
-        self.members = tuple(members)
-        self.me = self.members[world.rank]
+        self.me = me
         self.collectives = Collectives(world, timeout_s=timeout_s)
+        self.members = tuple(self.collectives.all_gather(me))
+        nodes = {member.node_rank: member.host for member in self.members}
+        hosts = Counter(nodes.values())
+        self._node_names = {node: host if hosts[host] == 1 else f"{host}-{node}" for node, host in nodes.items()}
         self.leads = [member.rank for member in self.members if member.local_rank == 0]
         self.is_lead = self.me.local_rank == 0
         self._prints = _prints(world)
 
     def node_of(self, rank: int) -> str:
         """The name of a rank's node: its host's, with a number where hosts share a name."""
-        member = self.members[rank]
-        same = {other.node_rank for other in self.members if other.host == member.host}
-        return member.host if len(same) == 1 else f"{member.host}-{member.node_rank}"
+        return self._node_names[self.members[rank].node_rank]
 
     def together(self, body: Callable[[], T], *, here: bool = True) -> T | None:
         """``body()`` on the ranks where ``here``; when it fails on one of them, every rank ends. Collective.
@@ -132,22 +135,19 @@ def meeting(world: World, config: RunConfig) -> Iterator[Team]:
     timeout_s = config.distributed.timeout_s
     compared = {name: version for name, version in versions().items() if name in _COMPARED_VERSIONS}
     compared |= {f"setting {key}": value for key, value in compared_settings(config).items()}
-    me = Member(world.rank, world.local_rank, world.node_rank, socket.gethostname(), compared)
+    me = Member(world.rank, world.local_rank, world.node_rank, socket.gethostname())
     if world.size == 1:
-        yield Team([me], world, timeout_s)
+        yield Team(me, world, timeout_s)
         return
     os.environ.update(rendezvous(os.environ))
     if world.nodes > 1:
         choose_interface(os.environ, os.environ["MASTER_ADDR"])
     store = _open_store(world, timeout_s)
-    members = _exchange(store, me, world.size)
-    if any(member.compared != me.compared for member in members):
-        _await_readers(store, world)
-        _refuse_differences(members, prints=_prints(world))
+    _refuse_differences(store, me, world, compared)
     join(store, "gloo", world, timeout_s)
     failed = True
     try:
-        yield Team(members, world, timeout_s, store)
+        yield Team(me, world, timeout_s, store)
         failed = False
     finally:
         # NCCL waits for all ranks there, and after a failure they wait for this one; the process ends anyway.
@@ -219,47 +219,78 @@ def compared_settings(config: RunConfig) -> dict[str, str]:
     return {key: json.dumps(value) for key, value in flat.items() if key not in OWN_SETTINGS}
 
 
-def _exchange(store: Store, me: Member, size: int) -> list[Member]:
-    store.set(f"lockstep/member/{me.rank}", json.dumps(asdict(me)))
-    members = []
+def _refuse_differences(store: Store, me: Member, world: World, compared: Mapping[str, str]) -> None:
+    """Have rank 0 compare the settings of all ranks; every rank raises its verdict, or none does."""
+    store.set(_settings_key(me.rank), json.dumps([me.host, compared]))
+    if world.is_main:
+        differences = _first_difference(_all_settings(store, me, world.size))
+        store.set(_VERDICT, json.dumps(differences))
+    else:
+        try:
+            differences = json.loads(store.get(_VERDICT))
+        except RuntimeError as error:
+            raise _absent(store, me, world.size) from error
+    if differences is None:
+        return
+    if world.is_main:
+        with contextlib.suppress(RuntimeError):
+            receipts = [f"{_VERDICT}/{rank}" for rank in range(1, world.size)]
+            store.wait(receipts, timedelta(seconds=_READING_S))
+    else:
+        store.set(f"{_VERDICT}/{me.rank}", "read")
+    if not _prints(world):
+        raise SystemExit(ConfigError.exit_code)
+    summary, values = differences
+    raise ConfigError(
+        summary, why=values, fix="start every node with the same command, the same files and the same versions"
+    )
+
+
+_VERDICT = "lockstep/verdict"
+
+
+def _settings_key(rank: int) -> str:
+    return f"lockstep/settings/{rank}"
+
+
+def _all_settings(store: Store, me: Member, size: int) -> Iterator[tuple[str, dict[str, str]]]:
+    """Host and compared settings of each rank."""
     for rank in range(size):
         try:
-            members.append(Member(**json.loads(store.get(f"lockstep/member/{rank}"))))
+            host, compared = json.loads(store.get(_settings_key(rank)))
         except RuntimeError as error:
-            raise RankFailed(
-                f"rank {rank} of {size} did not join",
-                why=f"rank {me.rank} on {me.host} timed out waiting for it",
-                fix="look at the output of its node: it failed before it could report that, or never started; "
-                "to train without others, unset RANK and WORLD_SIZE",
-            ) from error
-    return members
+            raise _absent(store, me, size) from error
+        yield host, compared
 
 
-def _await_readers(store: Store, world: World) -> None:
-    """Keep rank 0, whose process may serve the store, until all ranks have read the members."""
-    store.set(f"lockstep/read/{world.rank}", "")
-    if world.is_main:
-        with contextlib.suppress(RuntimeError):  # a rank has ended
-            store.wait([f"lockstep/read/{rank}" for rank in range(world.size)], timedelta(seconds=_READING_S))
+def _absent(store: Store, me: Member, size: int) -> RankFailed:
+    """Make the error of ``me``, which waits for the first rank without settings in the store."""
+    absent = 0
+    with contextlib.suppress(RuntimeError):  # the store's process is gone
+        absent = next((rank for rank in range(size) if not store.check([_settings_key(rank)])), 0)
+    return RankFailed(
+        f"rank {absent} of {size} did not join",
+        why=f"rank {me.rank} on {me.host} timed out waiting for it",
+        fix="look at the output of its node: it failed before it could report that, or never started; "
+        "to train without others, unset RANK and WORLD_SIZE",
+    )
 
 
-def _refuse_differences(members: Sequence[Member], *, prints: bool) -> None:
-    """Every rank sees the same members, so all of them raise or none does."""
-    first = members[0]
-    for member in members:
-        if member.compared == first.compared:
+def _first_difference(settings: Iterable[tuple[str, dict[str, str]]]) -> tuple[str, str] | None:
+    """Describe the first rank whose settings differ from those of rank 0, and the values; ``None``: all are alike."""
+    ranks = iter(settings)
+    first_host, first = next(ranks)
+    difference = None
+    for rank, (host, compared) in enumerate(ranks, 1):  # all of them: each must have joined
+        if difference is not None or compared == first:
             continue
-        if not prints:
-            raise SystemExit(ConfigError.exit_code)
-        keys = sorted({*first.compared, *member.compared})
-        pairs = {key: [other.compared.get(key, "not there") for other in (first, member)] for key in keys}
-        differing = [
-            f"{key} is {first_value} on {first.host}, {other} on {member.host}"
-            for key, (first_value, other) in pairs.items()
-            if first_value != other
+        keys = [key for key in sorted({*first, *compared}) if first.get(key) != compared.get(key)]
+        values = [
+            f"{key} is {first.get(key, 'not there')} on {first_host}, {compared.get(key, 'not there')} on {host}"
+            for key in keys[:5]
         ]
-        raise ConfigError(
-            f"rank {member.rank} on node {member.host} would train something else than rank 0 on node {first.host}",
-            why="; ".join(differing[:5]),
-            fix="start every node with the same command, the same files and the same versions",
+        difference = (
+            f"rank {rank} on node {host} would train something else than rank 0 on node {first_host}",
+            "; ".join(values),
         )
+    return difference
