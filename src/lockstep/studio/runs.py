@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from fastapi import Query
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
-from lockstep.config.load import MAX_CONFIG_BYTES, nested
+from lockstep.config.load import nested
 from lockstep.config.named import named, targets_in
 from lockstep.errors import LockstepError, RunFolderError
 from lockstep.rundir import summary as summaries
-from lockstep.rundir.files import damaged, names_in, open_regular, read_bytes, read_json
+from lockstep.rundir.files import names_in, open_regular, read_json
 from lockstep.rundir.folder import LIVE, RunDir, new_run_id, or_else
 from lockstep.rundir.origin import require_code_named, require_resumable
 from lockstep.studio import settings
@@ -255,11 +254,13 @@ class Runs:
         """By run, the settings that are not the ``same`` in all runs."""
         settings_by_run: dict[str, dict[str, Any]] = {}
         for summary in self._index.summaries():
-            file = self._home.run(summary["location"]) / "config.yaml"
+            run = RunDir(self._home.run(summary["location"]))
             name = summary["id"]
-            with contextlib.suppress(RunFolderError):
-                if self._settings.get(name, (-1, {}))[0] != (stamp := modified_ns(file)):
-                    self._settings[name] = (stamp, _settings_of(file))
+            with contextlib.suppress(LockstepError):
+                if self._settings.get(name, (-1, {}))[0] != (stamp := modified_ns(run.config_file)):
+                    values = flatten(summaries.sections_of(run))
+                    keyed = {key: value for key, value in values if key not in {"name", "save_dir", "runs_dir"}}
+                    self._settings[name] = (stamp, keyed)
                 settings_by_run[name] = self._settings[name][1]
         every = list(settings_by_run.values())
         keys = {key for values in every for key in values}
@@ -305,16 +306,6 @@ def content_of(file: Path) -> Iterator[bytes]:
     with open_regular(file) as stream:
         while part := stream.read(1 << 20):
             yield part
-
-
-def _settings_of(file: Path) -> dict[str, Any]:
-    """The settings of a run's ``config.yaml`` by dotted key, read fast: for a table, not to train with."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        content = yaml.load(read_bytes(file, max_bytes=MAX_CONFIG_BYTES), Loader=loader)
-        return {key: value for key, value in flatten(content) if key not in {"name", "save_dir", "runs_dir"}}
-    except (yaml.YAMLError, LockstepError, AttributeError, ValueError) as error:
-        raise damaged(file, str(error)[:200]) from None
 
 
 def _form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

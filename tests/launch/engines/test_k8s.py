@@ -19,6 +19,7 @@ import yaml
 
 from lockstep.cli.main import main
 from lockstep.errors import UsageError
+from lockstep.launch.engines.jobs import job_of_settings
 from lockstep.launch.engines.spec import Job, NodeRange, find_engine
 from lockstep.rundir.folder import RunDir
 from tests.conftest import cli_environment
@@ -123,6 +124,23 @@ def test_values_that_no_cluster_takes_are_refused(change: dict[str, Any], flag: 
     with pytest.raises(UsageError) as caught:
         document(job)
     assert flag in caught.value.what + caught.value.fix
+
+
+def test_a_resumed_job_gets_the_time_of_three_saves_to_stop(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
+    checkpoint.mkdir(parents=True)
+    for name, written_at in (("frozen.safetensors", 1), ("model.safetensors", 1000), ("manifest.json", 1100)):
+        (checkpoint / name).touch()
+        os.utime(checkpoint / name, (written_at, written_at))
+    (checkpoint.parent / "last").symlink_to(checkpoint.name)
+    for folder, grace_s in (("run", 300), ("new", 120)):
+        settings = {"save_dir": str(tmp_path / folder)}
+        options = {"k8s_image": "image", "k8s_volume": f"runs:{tmp_path}"}
+        job, _ = job_of_settings("har", settings, gpus_per_node=None, options=options)
+        pod = pod_of(document(job))
+        variables = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
+        assert variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == str(grace_s)
+        assert pod["terminationGracePeriodSeconds"] > grace_s
 
 
 def test_a_mirror_needs_no_volume() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import UsageError
+from lockstep.launch.engines.spec import Job, NodeRange, find_engine
 from lockstep.rundir.folder import RunDir
 from tests import s3
 from tests.gloo import ROOT, clean_environment
@@ -102,6 +104,15 @@ def test_without_a_cluster_is_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 2 and "ray start" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    job = Job(command=(), run_folder=tmp_path / "run", nodes=NodeRange(1, 1))
+    with pytest.raises(UsageError) as refusal:
+        find_engine("ray").make().check(job)
+    assert refusal.value.exit_code == 2
+    assert "lockstep-train[ray]" in str(refusal.value.fix)
 
 
 @pytest.mark.drill

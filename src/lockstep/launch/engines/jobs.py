@@ -12,8 +12,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
+from lockstep.checkpoint.manifest import is_frozen
 from lockstep.config import RunConfig, resolve
 from lockstep.errors import RunFolderError, UsageError
 from lockstep.launch.engines.record import was_submitted_here, write_handle
@@ -27,6 +29,8 @@ from lockstep.telemetry.sinks import check_sinks
 
 #: The least time to write a checkpoint, in seconds.
 GRACE_S = 120.0
+#: A stop gets this many times the duration of the run's newest save: the disk may be slower when all nodes are stopped.
+_SAVES = 3
 #: Seconds between two questions about a job's state: an engine's server has many users.
 _STATUS_INTERVAL_S = 2.0
 _READ_INTERVAL_S = 0.2
@@ -56,11 +60,18 @@ def job_of_settings(
         gpus_per_node=gpus_per_node,
         mirror=config.storage.mirror,
         max_restarts=config.launch.max_restarts,
-        grace_s=max(GRACE_S, config.launch.stop_grace_s),
+        grace_s=max(GRACE_S, config.launch.stop_grace_s, _SAVES * _newest_save_s(run_folder)),
         options=options,
     )
     of_run = {"save_dir": str(run_folder), "launch": {"nodes": None, "rdzv": None}}
     return job, resolve(config.model_dump(mode="json"), of_run)
+
+
+def _newest_save_s(run_folder: Path) -> float:
+    """Seconds that the newest checkpoint of a run took to write, by the times of its files; 0 without one."""
+    files = (RunDir(run_folder).checkpoints / "last").glob("*")
+    times = [file.stat().st_mtime for file in files if not is_frozen(file.name)]  # frozen ones are older: links
+    return max(times) - min(times) if times else 0.0
 
 
 def _ranks_per_node(config: RunConfig, gpus_per_node: str | None) -> int:

@@ -47,8 +47,6 @@ _READING_S = 10.0
 _trainings = count()
 
 
-
-
 @dataclass(frozen=True)
 class Member:
     """One rank and its node."""
