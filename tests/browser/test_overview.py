@@ -131,9 +131,9 @@ def test_the_classes_of_a_metric_are_lines_of_one_chart(server: Address, open_pa
     run.write_epochs(rows)
     page = open_run(server, open_page)
     page.get_by_role("tab", name="Charts").click()
-    lines = re.compile(r"^Recall per epoch .*val recall/cat 0.5 at .*val recall/dog 0.25 at ")
+    lines = re.compile(r"^Recall per epoch .*val recall.cat 0.5 at .*val recall.dog 0.25 at ")
     expect(page.get_by_role("img", name=lines)).to_be_visible()
-    expect(page.get_by_role("figure", name=re.compile("^Recall/"))).to_have_count(0)
+    expect(page.get_by_role("figure", name=re.compile("^Recall.(cat|dog)"))).to_have_count(0)
 
 
 def test_which_run_is_best_what_differs_and_does_it_improve(server: Address, open_page: OpenPage) -> None:

@@ -123,6 +123,7 @@ def show(run: RunRef, /, *, as_json: AsJson = False, runs_dir: RunsDir = DEFAULT
 
 def _describe(run: RunDir) -> dict[str, Any]:
     from lockstep.checkpoint.store import CheckpointStore
+    from lockstep.rundir.files import last_row
     from lockstep.rundir.folder import or_else
     from lockstep.rundir.summary import summarize
 
@@ -132,6 +133,7 @@ def _describe(run: RunDir) -> dict[str, Any]:
         "plan": plan,
         "metrics": {"epochs": run.epochs(), "evaluations": run.evaluations()},
         "checkpoints": CheckpointStore(run.checkpoints).listed(),
+        "ranks": last_row(run.ranks_file) or {},
         "logs": sorted(str(file) for file in run.logs.glob("*.log")),
         "config": str(run.config_file),
         "job": _job(run),
@@ -181,6 +183,11 @@ def _print_details(details: dict[str, Any], stream: TextIO) -> None:
         if rows:
             say("", stream)
             print_values(rows[-1].items(), stream, title=title)
+    if ranks := details["ranks"].get("ranks"):
+        say("", stream)
+        slow = details["ranks"].get("slow_rank")
+        heads = ("rank", "step", "work", "input wait", "memory", "peak", "")
+        print_table(heads, [_of_rank(rank, is_slow=rank["rank"] == slow) for rank in ranks], stream)
     say("", stream)
     files = []
     for saved in details["checkpoints"]:
@@ -190,3 +197,14 @@ def _print_details(details: dict[str, Any], stream: TextIO) -> None:
     print_values([*files, ("configuration", details["config"])], stream, title="files")
     if details["error"]:
         say(f"\nerror: {details['error']}", stream)
+
+
+def _of_rank(rank: dict[str, Any], *, is_slow: bool) -> tuple[str, ...]:
+    times = (rank.get(name) for name in ("step_s", "own_s", "wait_s"))
+    sizes = (rank.get(name) for name in ("memory_gb", "peak_gb"))
+    return (
+        str(rank["rank"]),
+        *("" if seconds is None else f"{1e3 * seconds:,.1f} ms" for seconds in times),
+        *("" if size is None else f"{size:.1f} GB" for size in sizes),
+        "slow: the other ranks wait for it" if is_slow else "",
+    )

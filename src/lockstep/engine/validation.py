@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -17,7 +18,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.events import PictureDrawn, Remarked
-from lockstep.rundir.files import write_json
+from lockstep.rundir.files import write_json, write_text
 from lockstep.telemetry.sinks import check_picture
 
 
@@ -102,7 +103,8 @@ class Validation:
             tables |= {"class_names": list(names)} if names else {}
             folder = self._rank.run_dir.path
             write_json(folder / "tables.json", tables)
-            write_json(folder / "confused.json", confused.cells(tables, getattr(dataset, "names", None)))
+            cells = confused.cells(tables, getattr(dataset, "names", None))
+            write_text(folder / "confused.json", json.dumps(cells, ensure_ascii=False))
         return numbers
 
     @property
