@@ -37,9 +37,8 @@ from lockstep.rundir.heartbeat import Heartbeat
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 #: All charts of the live run are on the screen.
-TALL = {"width": 1280, "height": 2600}
+TALL = {"width": 1280, "height": 3200}
 USUAL = {"width": 1280, "height": 800}
-CHARTS = 17
 WAIT_MS = 120_000
 COUNT_DRAWINGS = """() => {
     const clear = CanvasRenderingContext2D.prototype.clearRect;
@@ -52,10 +51,10 @@ COUNT_DRAWINGS = """() => {
 COUNTERS = {"ThreadTime": "all", "ScriptDuration": "script", "LayoutDuration": "layout", "RecalcStyleDuration": "style"}
 
 
-def live_row(step: int) -> dict[str, Any]:
-    """A step with eleven numbers of the task: with the usual five and that of the epochs they are 17 charts."""
+def live_row(step: int, charts: int) -> dict[str, Any]:
+    """A step with numbers of the task: with the usual five and that of the epochs they are as many ``charts``."""
     noise = lambda n: math.sin(12.9898 * (step + 17 * n)) * 43758.5453 % 1  # noqa: E731 - the same in every run
-    scalars = {f"head{n}": 2 / (1 + step / 300) + noise(n) / 5 for n in range(CHARTS - 6)}
+    scalars = {f"head{n}": 2 / (1 + step / 300) + noise(n) / 5 for n in range(charts - 6)}
     usual = {
         "loss": 2 / (1 + step / 300) + noise(20) / 5,
         "grad_norm": 1 + noise(21),
@@ -76,16 +75,16 @@ def rank_row(step: int, ranks: int) -> dict[str, Any]:
 
 
 @contextmanager
-def training(run: RunDir, step: int) -> Iterator[None]:
-    """Ten rows a second, as of a run that logs every step."""
+def training(run: RunDir, step: int, charts: int, rate: float) -> Iterator[None]:
+    """``rate`` rows a second, as of a run that logs every step."""
     over = threading.Event()
 
     def write() -> None:
         heartbeat, at, began = Heartbeat(), step, time.monotonic()
         heartbeat.start(run.heartbeat_file)
-        while not over.wait(max(0.0, began + (at + 1 - step) / 10 - time.monotonic())):
+        while not over.wait(max(0.0, began + (at + 1 - step) / rate - time.monotonic())):
             at += 1
-            run.append_step(live_row(at))
+            run.append_step(live_row(at, charts))
             heartbeat.beat(at, None)
         heartbeat.stop()
 
@@ -114,34 +113,31 @@ def counters(cdp: CDPSession) -> dict[str, float]:
     return {short: found[name] for name, short in COUNTERS.items()}
 
 
-def charts(page: Page) -> int:
-    return int(page.evaluate("document.querySelectorAll('.plot canvas').length"))
-
-
-def live(browser: Browser, server: Server, name: str, seconds: float, profile: bool) -> dict[str, float]:
+def live(browser: Browser, server: Server, name: str, given: argparse.Namespace) -> dict[str, float]:
     """Shares of the page's thread while a run is watched, and how often its charts are drawn."""
     with tab(browser, TALL) as page:
         page.goto(f"{server.base}/#token={server.token}")
         page.get_by_role("button", name="New run").wait_for()
         page.evaluate("name => { location.hash = `#/run/${name}/charts` }", name)
-        page.wait_for_function("count => document.querySelectorAll('.plot canvas').length >= count", arg=CHARTS)
+        page.wait_for_function("count => document.querySelectorAll('.plot canvas').length >= count", arg=given.charts)
         page.wait_for_timeout(3000)
-        assert charts(page) == CHARTS, charts(page)
+        drawn_charts = int(page.evaluate("document.querySelectorAll('.plot canvas').length"))
+        assert drawn_charts == given.charts, drawn_charts
         page.evaluate(COUNT_DRAWINGS)
         cdp = page.context.new_cdp_session(page)
         cdp.send("Performance.enable", {"timeDomain": "threadTicks"})
-        if profile:
+        if given.profile:
             cdp.send("Profiler.enable")
             cdp.send("Profiler.setSamplingInterval", {"interval": 500})
             cdp.send("Profiler.start")
         before, began = counters(cdp), time.perf_counter()
-        page.wait_for_timeout(1000 * seconds)
+        page.wait_for_timeout(1000 * given.live_s)
         after, took = counters(cdp), time.perf_counter() - began
-        if profile:
+        if given.profile:
             show(cdp.send("Profiler.stop")["profile"])
         drawn = page.evaluate("drawn")
     shares = {f"{what} share": (after[what] - before[what]) / took for what in after}
-    return {**shares, "drawings of a chart per s": drawn / CHARTS / took}
+    return {**shares, "drawings of a chart per s": drawn / given.charts / took}
 
 
 def show(profile: dict[str, Any]) -> None:
@@ -231,9 +227,9 @@ def measure(browser: Browser, folder: Path, given: argparse.Namespace) -> dict[s
 def measure_once(browser: Browser, folder: Path, wide: Path, given: argparse.Namespace) -> dict[str, float]:
     shutil.rmtree(folder, ignore_errors=True)
     run = make_run(folder, 1, status="running")
-    write_rows(run.steps_file, map(live_row, range(1, given.steps + 1)))
-    with serving(folder) as server, training(run, given.steps):
-        found = live(browser, server, run.path.name, given.live_s, given.profile)
+    write_rows(run.steps_file, (live_row(step, given.charts) for step in range(1, given.steps + 1)))
+    with serving(folder) as server, training(run, given.steps, given.charts, given.rate):
+        found = live(browser, server, run.path.name, given)
     if given.profile:
         return found
     with serving(wide) as server:
@@ -247,6 +243,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, action="append", help="where lockstep is imported from; may be repeated")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--charts", type=int, default=17, help="of the live run")
+    parser.add_argument("--rate", type=float, default=10.0, help="its rows a second")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--live-s", type=float, default=20.0)
     parser.add_argument("--profile", action="store_true", help="print where the thread was, and measure nothing else")
@@ -259,7 +257,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=given.chromium, args=FLAGS)
         report["results"] = measure(browser, Path(folder), given)
         browser.close()
-    sizes = f"{given.steps} steps before the page is opened, {CHARTS} charts"
+    sizes = f"{given.steps} steps before the page is opened, {given.charts} charts, {given.rate:g} rows/s"
     publish(report, "The page's costs", sizes, given.out)
 
 

@@ -146,7 +146,7 @@ def test_every_fate_and_the_table_of_runs(server: Address, open_page: OpenPage) 
     # The samples behind a cell: of the most frequent mistake, of the cell that is clicked, of the classes chosen.
     samples = matrix.get_by_role("table", name="Samples").locator("tbody tr")
     expect(samples).to_have_text(["3sit/d.pngsitwalk", "7sit/<b>.pngsitwalk"])
-    matrix.get_by_role("cell", name="walk as sit: 1").click()
+    matrix.get_by_title(re.compile("^walk as sit: 1 ")).click()
     expect(samples).to_have_text(["8walk/h.pngwalksit"])
     matrix.get_by_label("Predicted").select_option("walk")
     expect(samples).to_have_count(0)
@@ -559,7 +559,12 @@ def test_what_a_run_says_is_shown_as_it_is_meant(server: Address, open_page: Ope
     runs = runs_of(server)
     images = make_run(runs, "four classes", "completed", final_metrics={"val_loss": 0.5}, best_metric={"val_loss": 0.5})
     scores = [[0.5, 0.25, 1 / 3, 1897 + row] for row in range(4)]
-    tables = {"test_per_class": scores, "attention": [[1.5, 2.0], [0.5, 1.0]], "class_names": ["a", "b", "c", "d"]}
+    tables = {
+        "test_per_class": scores,
+        "test_bins": [0.5, 0.25],
+        "attention": [[1.5, 2.0], [0.5, 1.0]],
+        "class_names": ["a", "b", "c", "d"],
+    }
     write_json(images.path / "tables.json", tables)
     cause = (
         "NonFiniteError: 3 steps had no finite gradient\nfix: find the operator with --set debug.detect_anomaly=true"
@@ -570,8 +575,9 @@ def test_what_a_run_says_is_shown_as_it_is_meant(server: Address, open_page: Ope
     expect(rows(page)).to_have_count(5)
     page.evaluate("names => { location.hash = `#/run/${encodeURIComponent(names)}/evaluation` }", moved.name)
     # Scores of four classes are no confusion matrix, and neither is any other square table.
-    per_class = page.get_by_role("table", name="Scores per class")
-    expect(per_class.get_by_role("row", name="a 50.0 % 25.0 % 33.3 % 1,897")).to_be_visible()
+    per_class = page.get_by_role("table", name="Test per class")
+    expect(per_class.get_by_role("row", name="a 0.5 0.25 0.3333 1,897")).to_be_visible()
+    expect(page.get_by_role("table", name="Test bins").get_by_role("row", name="1 0.25")).to_be_visible()
     expect(page.get_by_role("table", name="Attention").get_by_role("row", name="1 0.5 1")).to_be_visible()
     expect(page.get_by_text("predicted →")).to_be_hidden()
     page.get_by_role("tab", name="Overview").click()

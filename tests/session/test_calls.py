@@ -952,6 +952,12 @@ def other_weights(session: lockstep.Session) -> None:
             pass
 
 
+def made_of_an_object(session: lockstep.Session) -> None:
+    prepared(session)
+    for _ in session.epochs(1):
+        session.once(lambda: {"x": object()})
+
+
 def outside_epochs(session: lockstep.Session) -> None:
     prepared(session)
     session.batches(data())
@@ -1069,6 +1075,7 @@ def an_optimizer_in_another_object(session: lockstep.Session) -> None:
         (batches_of_a_loader, TaskError, "DataLoader"),
         (other_weights, UnsupportedError, "other weights than in the first loop"),
         (outside_epochs, TaskError, "session.epochs"),
+        (made_of_an_object, CheckpointError, "session.once.*'x'"),
         (lambda session: session.log(name="best"), TaskError, r"session\.log\(name=…\) got a str, not a number"),
         (lambda session: session.log(weights=torch.ones(3)), TaskError, r"Tensor of shape \(3,\), not a number"),
         (new_parameters, UnsupportedError, "changed after prepare"),

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.content import walked
+from lockstep.checkpoint.content import check_saveable, walked
 from lockstep.checkpoint.store import Snapshot
 from lockstep.data.reader import states_of_generators
 from lockstep.engine.optim.step import Update
@@ -120,6 +120,7 @@ class Made:
         self.values: list[Any] = []
         self._saved: list[Any] = []
         self._within = False
+        self._checked = 0
         self._drawn: tuple[Any, ...] = ()
 
     def resume(self, values: Iterable[Any], *, within: bool) -> None:
@@ -153,6 +154,9 @@ class Made:
             there, value = self._saved[number]
             return walked(value, lambda leaf, _: leaf.to(device) if there and isinstance(leaf, Tensor) else leaf)
         value = make(*arguments)
+        if number >= self._checked:  # not in the first checkpoint; later epochs make the same
+            check_saveable({}, {"session.once": value})
+            self._checked = number + 1
         on_device = set[bool]()
         walked(value, lambda leaf, _: on_device.add(isinstance(leaf, Tensor) and leaf.device.type != "cpu"))
         self.values.append((True in on_device, value))

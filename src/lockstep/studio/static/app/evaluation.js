@@ -5,12 +5,14 @@ import { filePath, runPath, useAnswer } from "./api.js";
 import { heading, many, number, percent } from "./format.js";
 import { Select, Table } from "./ui.js";
 
-/** What a table of the task shows: a square `…confusion`, the scores of `…per_class`, other rows of numbers, or neither. */
+/** A list of numbers is a table with one column. */
+const asRows = ([name, value]) => [name, Array.isArray(value) && value.every(Number.isFinite) ? value.map((one) => [one]) : value];
+
+/** What a table of the task shows: a square `…confusion`, other rows of numbers, or neither. */
 function kindOf([name, value]) {
   const isRows = Array.isArray(value) && value.length > 0 && value.every((row) => Array.isArray(row) && row.length === value[0].length && row.every((one) => one === null || Number.isFinite(one)));
   if (!isRows) return "text";
-  if (/confusion(_?matrix)?$/i.test(name) && value.length > 1 && value.length === value[0].length) return "confusion";
-  return name.endsWith("per_class") && value[0].length === 4 ? "scores" : "rows";
+  return /confusion(_?matrix)?$/i.test(name) && value.length > 1 && value.length === value[0].length ? "confusion" : "rows";
 }
 
 /** Precision, recall, F1 and number of samples of each class. */
@@ -105,14 +107,11 @@ function Epochs({ run, remarks, pictures }) {
 export function Evaluation({ run, detail }) {
   if (!detail) return html`<p class="empty" role="status">Loading…</p>`;
   const { class_names: classes, ...tables } = detail.tables ?? {};
-  const of = Map.groupBy(Object.entries(tables), kindOf);
+  const of = Map.groupBy(Object.entries(tables).map(asRows), kindOf);
   const namesOf = (rows) => (Array.isArray(classes) && classes.length === rows.length ? classes.map(String) : rows.map((_, at) => `${at}`));
-  // A confusion matrix has these scores beside it.
-  const scores = (of.get("scores") ?? []).filter(([name]) => !(name.replace("per_class", "confusion") in tables));
   const none = !detail.remarks.length && !Object.keys(tables).length && !detail.pictures.length;
   return html`
     ${of.get("confusion")?.map(([name, matrix]) => html`<${Confusion} key=${name} run=${run.id} title=${heading(name)} matrix=${matrix} names=${namesOf(matrix)} />`)}
-    ${scores.map(([name, rows]) => html`<section key=${name} class="card stack scroll-x" tabindex="0"><h2>${heading(name)}</h2><${Scores} names=${namesOf(rows)} rows=${rows} /></section>`)}
     <${Epochs} run=${run.id} remarks=${detail.remarks} pictures=${detail.pictures} />
     ${of.get("rows")?.map(([name, rows]) => html`<section key=${name} class="card stack scroll-x" tabindex="0"><h2>${heading(name)}</h2><${Table} label=${heading(name)} heads=${["", ...rows[0].map((_, at) => [at])]} rows=${rows.map((row, at) => [namesOf(rows)[at], ...row.map((value) => number(value))])} /></section>`)}
     ${of.get("text")?.map(([name, value]) => html`<section key=${name} class="card stack"><h2>${heading(name)}</h2><pre class="wrap log" tabindex="0">${JSON.stringify(value, null, 1)}</pre></section>`)}
