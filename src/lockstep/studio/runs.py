@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Query
+from pydantic import TypeAdapter, ValidationError
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
@@ -42,6 +43,8 @@ from lockstep.studio.settings import REFUSED, command_of, flatten
 
 _MAX_TABLES = 4 << 20
 _MAX_FILES = 5000
+#: ``[index, file]`` of samples by ``"target,prediction"``.
+_CELLS = TypeAdapter(dict[str, list[tuple[int, str | None]]])
 _MAX_REMARKS = 200
 #: Settings that the page may not set, and that a copy gets in another way.
 _OF_ITS_OWN = {"save_dir", "runs_dir", "task.name", "task.datamodule"}
@@ -106,7 +109,11 @@ class Runs:
     def confused(self, name: RunName) -> dict[str, Any]:
         """The samples that the run has kept of the cells of its confusion matrix, by ``"target,prediction"``."""
         file = self._index.run_folder(name).path / "confused.json"
-        return {"cells": or_else(lambda: read_json(file, max_bytes=_MAX_TABLES), {})}
+        cells = or_else(lambda: read_json(file, max_bytes=_MAX_TABLES), {})
+        try:
+            return {"cells": _CELLS.validate_python(cells)}
+        except ValidationError:
+            return {"cells": {}}
 
     def label(self, name: RunName, body: LabelBody) -> dict[str, Any]:
         location = self._index.summary(name)["location"]

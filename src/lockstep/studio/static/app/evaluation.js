@@ -31,7 +31,7 @@ function CellSamples({ run, names, cell: [target, prediction], count, onChoose }
       <${Select} label="Predicted" value=${String(prediction)} options=${classes} onChange=${(at) => onChoose([target, Number(at)])} />
       <span class="muted number">${samples.length < count ? `the first ${samples.length} of ` : ""}${many(count, "sample")}</span>
     </div>
-    ${samples.length > 0 && html`<div class="scroll-x samples" tabindex="0"><${Table} label="Samples" heads=${[["Row"], ...(hasFiles ? ["File"] : []), "True", "Predicted"]} rows=${samples.map(([index, file]) => [number(index), ...(hasFiles ? [file] : []), names[target], names[prediction]])} /></div>`}
+    ${samples.length > 0 && html`<div class="scroll-x samples" tabindex="0"><${Table} label="Samples" heads=${["Row", ...(hasFiles ? ["File"] : []), "True", "Predicted"]} rows=${samples.map(([index, file]) => [number(index), ...(hasFiles ? [file] : []), names[target], names[prediction]])} /></div>`}
   </section>`;
 }
 
