@@ -75,7 +75,7 @@ def _is_count(table: Any, targets: Classes, predictions: Classes) -> bool:
         return False
     classes = len(table)
     counted = (targets >= 0) & (targets < classes)
-    if not classes or predictions[counted].max(initial=0) >= classes:
-        return False
     cells = targets[counted] * classes + predictions[counted]
+    if ((predictions < 0) | (predictions >= classes))[counted].any():
+        return False
     return np.bincount(cells, minlength=classes**2).reshape(classes, classes).tolist() == table
