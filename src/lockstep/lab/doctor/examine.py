@@ -97,7 +97,7 @@ def _alone(placement: Placement) -> Finding:
 
 
 def _training_step(placement: Placement, folder: Path, fix: str) -> Finding:
-    """Train one step of the built-in task, from its data to the checkpoint.
+    """Train a few steps of the built-in task, from its data to the checkpoint.
 
     ``fix``: used if an error has no other fix.
     """
@@ -118,8 +118,8 @@ def _training_step(placement: Placement, folder: Path, fix: str) -> Finding:
     if result.exit_code >= 128:
         raise KeyboardInterrupt
     ranks = f"{many(placement.world_size, 'rank')} on {', '.join(placement.devices)}"
-    if result.exit_code == 0 and result.status == "completed" and result.step == 1:
-        return STEP("ok", f"{TASK} took a step with {ranks}")
+    if result.exit_code == 0 and result.status == "completed" and result.step:
+        return STEP("ok", f"{TASK} took {many(result.step, 'step')} with {ranks}")
     text = f"{TASK} with {ranks} ended as {result.status} after {result.step} steps (exit code {result.exit_code})"
     return STEP("fail", text, _by_hand(placement))
 
