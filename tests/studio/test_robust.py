@@ -112,6 +112,16 @@ def test_a_run_without_a_configuration_leaves_the_settings_of_the_others(address
         assert list(address.get("/api/settings")["runs"]) == ["run-b"]
 
 
+@pytest.mark.parametrize("content", ["null", "[]", '{"0,1": 3}', '{"0,1": [["x", null]]}', "{", ""])
+def test_samples_of_another_form_are_none(address: Address, tmp_path: Path, content: str) -> None:
+    file = make_run(tmp_path, "run-a").path / "confused.json"
+    assert address.get("/api/runs/run-a/confused") == {"cells": {}}
+    file.write_text(content)
+    assert address.get("/api/runs/run-a/confused") == {"cells": {}}
+    file.write_text('{"0,1": [[3, null], [5, "five.png"]]}')
+    assert address.get("/api/runs/run-a/confused") == {"cells": {"0,1": [[3, None], [5, "five.png"]]}}
+
+
 def test_what_nobody_foresaw_in_one_run_hides_only_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure is put in by hand: one that is known of would have been mended."""
     here = Studio(options(tmp_path), lambda refresh=False: machine(0))
