@@ -4,7 +4,6 @@ import hashlib
 import os
 import random
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -170,8 +169,8 @@ def test_when_the_downloading_process_is_killed_the_waiting_one_goes_on(site: Si
 # Archives
 
 
-def unpacked(archive: Path, target: Path, max_bytes: int = 10**6) -> Path:
-    put_unpacked(archive, target, lambda folder: extract(archive, folder / "files", max_bytes=max_bytes))
+def unpacked(archive: Path, target: Path) -> Path:
+    put_unpacked(archive, target, lambda folder: extract(archive, folder / "files"))
     return target
 
 
@@ -192,24 +191,7 @@ def test_files_and_folders_come_out_and_nothing_is_overwritten(tmp_path: Path) -
     assert (unpacked(archive, out) / "top.txt").read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("name", ["../evil.txt", "/evil.txt", "a/../../evil.txt", "..\\evil.txt", "C:\\evil.txt"])
-def test_an_entry_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> None:
-    archive = make(tmp_path / "a.zip", {"good.txt": b"1", name: b"2"})
-    with pytest.raises(DataError, match="has the entry"):
-        unpacked(archive, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [archive]
-
-
-def test_a_link_in_a_zip_archive_is_refused(tmp_path: Path) -> None:
-    link = zipfile.ZipInfo("link")
-    link.external_attr = (stat.S_IFLNK | 0o777) << 16
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr(link, "/etc")
-    with pytest.raises(DataError, match="has the entry 'link'"):
-        unpacked(tmp_path / "a.zip", tmp_path / "out")
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "text", "large", "missing"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "text", "missing"])
 def test_an_archive_that_cannot_be_used_leaves_nothing(damage: str, tmp_path: Path) -> None:
     archive = make(tmp_path / "a.zip", {"file": bytes(range(256)) * 40})
     content = bytearray(archive.read_bytes())
@@ -220,6 +202,6 @@ def test_an_archive_that_cannot_be_used_leaves_nothing(damage: str, tmp_path: Pa
     archive.write_bytes(b"no archive" if damage == "text" else bytes(content))
     if damage == "missing":
         archive.unlink()
-    with pytest.raises(DataError, match="would grow to more than" if damage == "large" else "cannot unpack"):
-        unpacked(archive, tmp_path / "out", max_bytes=1000 if damage == "large" else 10**6)
+    with pytest.raises(DataError, match="cannot unpack"):
+        unpacked(archive, tmp_path / "out")
     assert list(tmp_path.iterdir()) == ([] if damage == "missing" else [archive])

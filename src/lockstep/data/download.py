@@ -13,7 +13,6 @@ import http.client
 import logging
 import os
 import shutil
-import stat
 import tempfile
 import time
 import urllib.error
@@ -21,7 +20,7 @@ import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from lockstep.errors import DataError
 
@@ -29,9 +28,6 @@ from lockstep.errors import DataError
 TIMEOUT_S = 30.0
 #: Answers that may be different the next time (RFC 9110; 425 and 429 from RFC 8470 and RFC 6585).
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
-MAX_UNPACKED_BYTES = 16 * 1024**3
-#: Errors of the library for a damaged or encrypted archive.
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError)
 
 _log = logging.getLogger(__name__)
 
@@ -83,53 +79,29 @@ def download(url: str, target: Path, sha256: str, *, attempts: int = 5, backoff_
 
 def _fetch(url: str, part: Path, attempts: int, backoff_s: float) -> None:
     """Write all bytes of ``url`` to ``part``. Raises :class:`DataError` after the last try."""
-    for attempt in range(1, attempts + 1):
-        try:
-            return _try_once(url, part)
-        except _Interrupted as error:
-            if attempt == attempts:
-                raise DataError(
-                    f"cannot download {url}", why=f"{attempts} tries; the last one: {error}", fix="try again later"
-                ) from None
-            wait_s = backoff_s * 2 ** (attempt - 1)
-            _log.info("download of %s stopped (%s); trying again in %.0f s", url, error, wait_s)
-            time.sleep(wait_s)
-
-
-class _Interrupted(Exception):
-    """A try ended early; another one may succeed."""
-
-
-def _try_once(url: str, part: Path) -> None:
     request = urllib.request.Request(url, headers={"User-Agent": "lockstep", "Accept-Encoding": "identity"})
-    try:
-        response = urllib.request.urlopen(request, timeout=TIMEOUT_S)
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code in TRANSIENT:
-                raise _Interrupted(f"HTTP {error.code} {error.reason}") from None
-            raise DataError(
-                f"cannot download {url}",
-                why=f"the server answers {error.code} {error.reason}",
-                fix="fetch the file by hand and give its folder with --data-dir",
-            ) from None
-    except (OSError, http.client.HTTPException) as error:
-        raise _Interrupted(getattr(error, "reason", None) or error) from None
-    with response, part.open("wb") as file:
-        received = 0
-        while block := _read(response):
-            received += file.write(block)
-        expected = int(response.headers.get("Content-Length") or 0)
-        if received < expected:
-            raise _Interrupted(f"the connection closed at byte {received} of {expected}")
-
-
-def _read(response: http.client.HTTPResponse) -> bytes:
-    # Only the reading is guarded: a full disk is another error than a broken line.
-    try:
-        return response.read(1 << 18)
-    except (OSError, http.client.HTTPException) as error:
-        raise _Interrupted(error) from None
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(backoff_s * 2 ** (attempt - 1))
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, part.open("wb") as file:
+                shutil.copyfileobj(response, file)
+                expected = int(response.headers.get("Content-Length") or 0)
+                received = file.tell()
+                if received >= expected:
+                    return
+                reason = f"the connection closed at byte {received} of {expected}"
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = f"the server answers {error.code} {error.reason}"
+            if error.code not in TRANSIENT:
+                fix = "fetch the file by hand and give its folder with --data-dir"
+                raise DataError(f"cannot download {url}", why=reason, fix=fix) from None
+        # Only of the connection: a full disk is another error.
+        except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
+            reason = str(getattr(error, "reason", error))
+        _log.info("download of %s stopped (%s)", url, reason)
+    raise DataError(f"cannot download {url}", why=f"{attempts} tries; the last one: {reason}", fix="try again later")
 
 
 def hash_file(path: Path) -> str:
@@ -144,36 +116,16 @@ def _mismatch(path: Path, sha256: str) -> str:
     return "" if digest == sha256.lower() else f"its SHA-256 is {digest}, not {sha256}"
 
 
-def extract(archive: Path, folder: Path, *, max_bytes: int = MAX_UNPACKED_BYTES) -> Path:
-    """Unpack the files of a zip archive into ``folder``, a temporary one (:func:`put_unpacked`); return it.
+def extract(archive: Path, folder: Path) -> Path:
+    """Unpack a zip archive whose checksum is known into ``folder``, a temporary one (:func:`put_unpacked`); return it.
 
     Raises:
-        DataError: a broken or encrypted archive, one that would grow beyond ``max_bytes``, one with an
-            entry that leaves the folder or is a link, or a folder that cannot be written.
+        DataError: a broken archive, or a folder that cannot be written.
     """
     try:
         with zipfile.ZipFile(archive) as content:
-            entries = [entry for entry in content.infolist() if not entry.is_dir()]
-            if sum(entry.file_size for entry in entries) > max_bytes:
-                raise DataError(
-                    f"{archive} would grow to more than {max_bytes} bytes",
-                    why="that is the limit",
-                    fix="check the source of the archive",
-                )
-            for entry in entries:
-                path = PurePosixPath(entry.filename.replace("\\", "/"))
-                is_link = stat.S_ISLNK(entry.external_attr >> 16)
-                if is_link or path.is_absolute() or ".." in path.parts or ":" in entry.filename:
-                    raise DataError(
-                        f"{archive} has the entry {entry.filename!r}",
-                        why="it is a link, or would leave the folder",
-                        fix="fetch the archive from its publisher",
-                    )
-                unpacked = folder / path
-                unpacked.parent.mkdir(parents=True, exist_ok=True)
-                with content.open(entry) as source, unpacked.open("wb") as file:
-                    shutil.copyfileobj(source, file)
-    except _BROKEN as error:
+            content.extractall(folder)
+    except (zipfile.BadZipFile, zlib.error, OSError) as error:
         fix = "remove it and fetch it again; or free some disk space"
         raise DataError(f"cannot unpack {archive}", why=str(error), fix=fix) from error
     return folder
