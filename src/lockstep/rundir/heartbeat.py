@@ -223,9 +223,7 @@ class Activity(IntEnum):
     @property
     def is_untimed(self) -> bool:
         """Whether nothing is known about how long it may take: starts, compilers, metrics over all rows."""
-        first = self in (Activity.STARTING, Activity.COMPILING)
-        last = self in (Activity.WRITING_PROFILE, Activity.ENDING, Activity.MIRRORING)
-        return first or last or self is Activity.COMPUTING_METRICS
+        return self in _UNTIMED
 
     def phrase(self, step: int) -> str:
         """Describe the activity of a rank that has finished ``step`` optimizer steps."""
@@ -234,6 +232,10 @@ class Activity(IntEnum):
         return _PHRASES.get(self, self.name.lower().replace("_", " ")) + (f" after step {step}" if step else "")
 
 
+_UNTIMED = {
+    *(Activity.STARTING, Activity.COMPILING, Activity.COMPUTING_METRICS),
+    *(Activity.WRITING_PROFILE, Activity.ENDING, Activity.MIRRORING),
+}
 _PHRASES = {
     Activity.FIRST_STEP: "the first step",
     Activity.HOOKS: "hooks and logging",
@@ -265,6 +267,8 @@ class Pulse:
         self.activity = Activity.STARTING
         #: Whether a watchdog reads it, so that long activities had better report progress.
         self.is_watched = False
+        #: Set when an activity of unknown length ends: the watchdog sends that at once, while it has the interpreter.
+        self.is_timed = threading.Event()
 
     @property
     def sign(self) -> Sign:
@@ -276,6 +280,8 @@ class Pulse:
             activity = Activity.FIRST_STEP
         self._beats += 1
         self._step = self._step if step is None else step
+        if self.activity in _UNTIMED and activity not in _UNTIMED:
+            self.is_timed.set()
         self.activity = activity
 
     def goes_on(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from lockstep.hardware.world import World
 from lockstep.launch.failure.hang import HangReport
 from lockstep.launch.failure.watchdog import Watchdog, main_stack
+from lockstep.launch.process.rank_log import log_file, stacks_on_request
 from lockstep.rundir.heartbeat import Activity, pulse
 from tests.gloo import run_ranks
 
@@ -60,7 +62,27 @@ def stand_still(rank: int, size: int, logs: Path) -> dict[str, Any]:
     (report, tells), by_itself = reports
     ranks = [at.model_dump() for at in report.ranks]
     found = {"early": early, "tells": tells, "ranks": ranks, "alone": (by_itself[1], len(by_itself[0].ranks))}
-    return found | {"states": states_with_rank_1_stopped(world, store, logs)}
+    found["states"] = states_with_rank_1_stopped(world, store, logs)
+    return found | {"holding": place_of_rank_1_that_holds_the_interpreter(world, store, logs)}
+
+
+def place_of_rank_1_that_holds_the_interpreter(world: World, store: dist.Store, logs: Path) -> str:
+    """As rank 0 sees it, soon after an activity of unknown length."""
+    reports: list[tuple[HangReport, bool]] = []
+    pulse.at(Activity.COMPUTING_METRICS, 4)
+    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told), logs=logs)
+    watchdog.start()
+    dist.barrier()
+    pulse.at(Activity.HOOKS, 5)
+    time.sleep(0.2)
+    if world.is_main:
+        wait_for(reports)
+    else:
+        with log_file(logs, world.rank).open("a") as log, stacks_on_request(log):
+            ctypes.PyDLL(None).sleep(int(PATIENCE_S))  # until it is asked for its stack
+    dist.barrier()
+    watchdog.end()
+    return reports[0][0].ranks[1].place if world.is_main else ""
 
 
 def states_with_rank_1_stopped(world: World, store: dist.Store, logs: Path) -> list[str]:
@@ -98,6 +120,7 @@ def test_nobody_hangs_while_one_is_at_something_long_and_all_hang_when_none_move
     assert [outcome["early"] for outcome in outcomes] == [0, 0]
     assert [outcome["tells"] for outcome in outcomes] == [True, False]
     assert outcomes[0]["states"] == ["running", "stopped"]
+    assert " in place_of_rank_1_that_holds_the_interpreter" in outcomes[0]["holding"]
     for outcome in outcomes:
         assert [at["rank"] for at in outcome["ranks"]] == [0, 1]
         for at in outcome["ranks"]:

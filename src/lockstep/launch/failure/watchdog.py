@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import socket
@@ -65,13 +66,13 @@ _REPORT = "lockstep/watchdog/report"
 
 
 class _Heartbeat(FileContent):
-    """Message of a rank to the others. ``number`` grows with each; ``untimed``: its activity may take longer.
+    """Message of a rank to the others. ``number`` grows with each.
 
-    ``host``, ``pid``: its process, whose state can be read on that host.
+    ``limit_s``: how long its activity may go without progress; ``None``: any time. ``host``, ``pid``: its process.
     """
 
     number: int
-    untimed: bool
+    limit_s: float | None
     at: hang.Standstill
     host: str
     pid: int
@@ -103,7 +104,7 @@ class Watchdog(threading.Thread):
         self.interval_s = max(_LEAST_INTERVAL_S, timeout_s / _BEATS_IN_TIMEOUT, crowd_s)
         self._wait_s = min(self.interval_s, max(_ASKED_INTERVAL_S, crowd_s))
         self._workers: tuple[str, ...] | None = None
-        self._ended = threading.Event()
+        self._has_ended = False
         self._host = socket.gethostname()
         self._sent = 0
         self._is_asked = False
@@ -113,20 +114,23 @@ class Watchdog(threading.Thread):
 
     def end(self) -> None:
         """Stop checking."""
-        self._ended.set()
+        self._has_ended = True
+        pulse.is_timed.set()
         self.join(_OTHERS_S)
 
     def run(self) -> None:
         due_at = time.monotonic() + self.interval_s
-        while not self._ended.wait(self._wait_s):
+        while not self._has_ended:
+            begins_timed = pulse.is_timed.wait(self._wait_s) and self._world.size <= _ALL_READ
+            pulse.is_timed.clear()
             with contextlib.suppress(RuntimeError):  # the store's process is gone: the ranks will fail of that
                 self._is_asked = self._store is not None and self._store.check([_ASKED])
                 now = time.monotonic()
-                if now < due_at and not self._is_asked:
+                if now < due_at and not self._is_asked and not begins_timed:
                     continue
                 due_at = now + self.interval_s
                 report = self._check(now)
-                if report is not None and not self._ended.is_set():
+                if report is not None and not self._has_ended:
                     answering = [at.rank for at in report.ranks if at.state not in ("stopped", "unresponsive")]
                     self._hung(report, min(answering) == self._world.rank)
                     return
@@ -171,7 +175,7 @@ class Watchdog(threading.Thread):
             if heartbeat.at.silent_s < self._timeout_s / 2 + self._world.rank * self.interval_s:
                 return None
         ranks = {**self._others(now), self._world.rank: heartbeat}
-        moving = [beat for beat in ranks.values() if beat.at.silent_s < self._timeout_s or beat.untimed]
+        moving = [beat for beat in ranks.values() if beat.limit_s is None or beat.at.silent_s < beat.limit_s]
         if len(ranks) < self._world.size or moving:  # some have not begun
             return None
         places = tuple(self._place(beat) for _, beat in sorted(ranks.items()))
@@ -181,9 +185,9 @@ class Watchdog(threading.Thread):
         return report
 
     def _place(self, beat: _Heartbeat) -> hang.Standstill:
-        """Where a rank is; one of this machine that sends no heartbeat is asked by a signal."""
+        """Where a rank is; one of this machine that has sent no stack is asked by a signal."""
         rank = beat.at.rank
-        if beat.at.state != "unresponsive" or beat.host != self._host:
+        if beat.at.stack or beat.at.state == "stopped" or beat.host != self._host:
             return beat.at
         title = f"has sent no heartbeat for {beat.at.silent_s:.0f} s; its threads are at"
         stack = ask_stacks({rank: beat.pid}, self._logs, title).get(rank, ())
@@ -205,8 +209,9 @@ class Watchdog(threading.Thread):
         limit_s = hang.silence_limit_s(sign.activity, self._timeout_s)
         # Metrics may take any time to compute, but not to reduce.
         waits = sign.activity is Activity.COMPUTING_METRICS and bool(stack) and stack[0].is_collective
-        untimed = self._timeout_s < limit_s and silent_s < limit_s and not waits
-        return _Heartbeat(number=self._sent, untimed=untimed, at=at, host=self._host, pid=os.getpid())
+        limit_s = self._timeout_s if waits else limit_s
+        limit = None if math.isinf(limit_s) else limit_s
+        return _Heartbeat(number=self._sent, limit_s=limit, at=at, host=self._host, pid=os.getpid())
 
     def _others(self, now: float) -> dict[int, _Heartbeat]:
         """The last heartbeat of each other rank that has begun, with the time since it was received."""
