@@ -9,11 +9,10 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lockstep._compat.torch import tree_leaves, tree_map
-from lockstep.data.arrays import by_row, is_stream
+from lockstep.data.arrays import as_tensor, by_row, is_stream
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order, derive_key
 from lockstep.data.reader import Indices
@@ -156,14 +155,9 @@ class DataFeed:
 
     def again(self) -> Iterator[Any]:
         """The micro-batches of the current window once more. Raises :class:`LockstepError`."""
-        training = self._training
         if is_stream(self.source.dataset):
             raise UnsupportedError("again() has no batches of iterable data", why="they are read once")
-        requests = training.begin_again()
-        try:
-            yield from training.micro_batches(requests, map(self.source.batch, requests), again=True)
-        finally:
-            training.place = len(requests) - 1
+        return self._training.again(self.source.batch)
 
     def _at(self, epoch: int, position: int) -> TimedBatches:
         """The batches from there on; the loader before ends, unless it is there."""
@@ -222,7 +216,7 @@ def _taken(rows: Any, start: int, stop: int, indices: Indices | None) -> Any:
     """Rows ``start`` to ``stop``, or those of ``indices``."""
 
     def part_of(leaf: Any) -> Any:
-        values = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+        values = as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
         part = values[start:stop] if indices is None else values[indices]
         # Matrix products round by the alignment of their operands.
         is_aligned = not isinstance(part, Tensor) or part.data_ptr() % ALIGNMENT == 0
@@ -263,12 +257,8 @@ class RowFeed:
         yield from training.micro_batches(window.requests, map(self._read, window.requests))
 
     def again(self) -> Iterator[Any]:
-        """The micro-batches of the current window once more."""
-        requests = self._training.begin_again()
-        try:
-            yield from self._training.micro_batches(requests, map(self._read, requests), again=True)
-        finally:
-            self._training.place = len(requests) - 1
+        """The micro-batches of the current window once more. Raises :class:`TaskError`."""
+        return self._training.again(self._read)
 
     def _read(self, request: BatchRequest) -> Any:
         is_arranged = self._source.arrangement is not None

@@ -183,8 +183,8 @@ class SessionTraining(Training):
                     self.place = -1
                     self.is_ghost = False
 
-    def begin_again(self) -> Sequence[BatchRequest]:
-        """The micro-batches of this window, which are run once more. Raises :class:`TaskError`."""
+    def again(self, read: Callable[[BatchRequest], Any]) -> Iterator[Any]:
+        """The micro-batches of this window once more, by ``read``. Raises :class:`TaskError`."""
         window = self._inside("again")
         if not self.is_last:
             raise TaskError(
@@ -200,7 +200,10 @@ class SessionTraining(Training):
             self._lanes.take(self._lanes.total())
             self._lanes.begin()
         self._has_repeated = True
-        return window.requests
+        try:
+            yield from self.micro_batches(window.requests, map(read, window.requests), again=True)
+        finally:
+            self.place = len(window.requests) - 1
 
     def _follow(self, batch: Any) -> None:
         """Follow values through the body to its loss: in the first steps, and in those after 2, 4, 8, ... others."""

@@ -18,7 +18,7 @@ from lockstep.engine.session.batches import UpdateRows, check_alike, length
 from lockstep.engine.session.prepared import Beside, PreparedModels
 from lockstep.engine.session.saving import Resumed
 from lockstep.engine.session.training import SessionTraining
-from lockstep.engine.task import Datasets, Task
+from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.engine.training_data import begin_stream, end_data, open_datasets
 from lockstep.events import Fanout, Sink
 from lockstep.launch.meeting.preparation import PlanRequest, plan_together, record_attempt
@@ -49,6 +49,9 @@ class LoopTask(Task):
 
     def model(self) -> nn.Module:
         return self._models
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        raise NotImplementedError("the loop computes its losses")
 
 
 def begin_attempt(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -66,6 +67,8 @@ class Loop:
         self._datasets: Datasets
         #: By number in the epoch: the batches of a loop, and the arguments of ``batches()``.
         self._feeds: dict[int, tuple[DataFeed, list[Any]]] = {}
+        #: By number in the epoch: the steps of a loop after the first one.
+        self._steps: dict[int, int] = {}
         self._by_row = ByRow()
         #: In a loop over updates: the number of the current one, and how many there are.
         self._update: tuple[int, int] | None = None
@@ -195,24 +198,40 @@ class Loop:
 
     # Batches.
 
-    def _walk(self, number: int, dataset: Any, accumulate: int | None, collate: Any, weights: Any) -> Iterator[Any]:
-        training = self._running("batches")
-        if number < training.stage:  # an earlier attempt has finished it
+    @contextlib.contextmanager
+    def _in_loop(self, call: str, number: int) -> Iterator[bool]:
+        """Surround the loop over ``call`` with this ``number`` in its epoch; yield whether something of it is left."""
+        training = self._training
+        stage = self._resumed.place[0] if training is None else training.stage
+        if self._update is not None or (training is not None and training.window is not None):
+            raise TaskError(
+                f"a loop over {call}() began inside the body of another one",
+                why="a step belongs to one batch of one loop",
+                fix="make one data set whose samples have both parts, or run the loops one after the other",
+            )
+        if number < stage or self._has_ended():
+            if training is not None and number >= stage:
+                training.is_cut = True
+            yield False
             return
-        if self._has_ended():
-            training.is_cut = True
-            return
-        if training.window is not None or self._update is not None:
-            raise _nested("batches")
-        feed = self._feed(training, number, dataset, accumulate, collate, weights)
         try:
-            yield from feed.walk(self._state.epoch, self._state.position)
+            yield True
         finally:
-            training.window = None
-            if not self._has_ended():
-                training.stage = number + 1
-                self._state.position = 0
+            self._update = None
+            training = self._training
+            if training is not None:
+                training.window = None
+                if not self._has_ended():
+                    training.stage = number + 1
+                    training.update = 0
+                    self._state.position = 0
             self._draws(self._state.step, _AFTER)
+
+    def _walk(self, number: int, dataset: Any, accumulate: int | None, collate: Any, weights: Any) -> Iterator[Any]:
+        with self._in_loop("batches", number) as is_left:
+            if is_left:
+                feed = self._feed(self._running("batches"), number, dataset, accumulate, collate, weights)
+                yield from feed.walk(self._state.epoch, self._state.position)
         self._stop_if_asked()
 
     def _feed(
@@ -237,10 +256,16 @@ class Loop:
         datasets = self._datasets if planned else task.datasets()
         feed = DataFeed(training, task, datasets, accumulate, number, planned=planned)
         self._feeds[number] = feed, request
-        if training.rank.config.training.max_steps is None:
-            more = sum(feed.steps_per_epoch for index, (feed, _) in self._feeds.items() if index > 0)
-            training.log.total = training.rank.plan.total_steps + more * training.rank.plan.epochs
+        self._count_steps(number, feed.steps_per_epoch)
         return feed
+
+    def _count_steps(self, number: int, steps: int) -> None:
+        """Add the steps of a loop to the run's total, which has those of the first loop of an epoch."""
+        training = self._training
+        self._steps |= {number: steps} if number else {}
+        if training is not None and training.rank.config.training.max_steps is None:
+            plan = training.rank.plan
+            training.log.total = plan.total_steps + sum(self._steps.values()) * plan.epochs
 
     def _current_feed(self) -> DataFeed | RowFeed:
         """The feed of the current batch. Raises :class:`TaskError`: there is none."""
@@ -263,15 +288,10 @@ class Loop:
 
     def _walk_updates(self, number: int, updates: int) -> Iterator[int]:
         """The updates of the loop with this ``number`` in its epoch."""
-        training = self._training
-        stage, done = self._resumed.place if training is None else (training.stage, training.update)
-        if number < stage:  # an earlier attempt has finished it
-            return
-        if training is not None and self._has_ended():
-            training.is_cut = True
-            return
-        try:
-            for update in range(done, updates):
+        self._count_steps(number, updates)
+        with self._in_loop("updates", number) as is_left:
+            done = self._resumed.place[1] if self._training is None else self._training.update
+            for update in range(done, updates) if is_left else ():
                 self._update = update, updates
                 self._draws(update, _UPDATE)
                 is_done = False
@@ -282,14 +302,6 @@ class Loop:
                     self._end_update(update + 1, is_done=is_done)
                 if self._has_ended():
                     break
-        finally:
-            self._update = None
-            training = self._training
-            if training is not None and not self._has_ended():
-                training.stage = number + 1
-                training.update = 0
-                self._state.position = 0
-            self._draws(self._state.step, _AFTER)
         self._stop_if_asked()
 
     def _end_update(self, update: int, *, is_done: bool) -> None:
@@ -309,7 +321,11 @@ class Loop:
     def _walk_part(self, rows: Any, size: int) -> Iterator[Any]:
         training = self._running("part")
         if training.place >= 0:
-            raise _nested("part")
+            raise TaskError(
+                "part() was called in the body of another part()",
+                why="a step belongs to one batch",
+                fix="take the parts one after the other, or one part of both batches",
+            )
         if self._open_part(training) is not None:
             position = self._state.position
             training.end_window(0.0, position=position, epoch_over=False, is_update=False)
@@ -427,11 +443,3 @@ class Loop:
             for feed, _ in self._feeds.values():
                 feed.close()
             training.close()
-
-
-def _nested(call: str) -> TaskError:
-    return TaskError(
-        f"a loop over {call}() began inside the body of another one",
-        why="a step belongs to one batch of one loop",
-        fix="make one data set whose samples have both parts, or run the loops one after the other",
-    )
