@@ -20,6 +20,7 @@ from lockstep._compat.torch import (
     check_shapes,
     compiled_in_place,
     differ,
+    has_compiled,
     has_scaled,
     has_scheduler,
     note_step,
@@ -118,6 +119,11 @@ class PreparedModels:
             named = {f"{name}.": model for name, model in self.models.items()}
             self._container = next(iter(self.models.values())) if len(named) == 1 else Trained(named)
         return self._container
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a part of the models is compiled."""
+        return has_compiled(self.container())
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of the forward pass."""

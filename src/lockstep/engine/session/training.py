@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep._compat.torch import has_compiled
 from lockstep.data.requests import BatchRequest, Window, readable
 from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.distributed.staging import arrival
@@ -115,7 +114,7 @@ class SessionTraining(Training):
         self._has_repeated = False
         self._left_in: str | None = None
         self._stepped: set[str] = set()
-        self._is_compiled = has_compiled(module)
+        self._is_compiled = prepared.is_compiled
         self.scalars: dict[str, Any] = {}
 
     def close(self) -> None:
