@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import TaskError
-from lockstep.rundir.folder import RunDir
 
 QUIET = {"telemetry.progress": "silent", "telemetry.system_metrics": False, "telemetry.log_interval": 1}
 UPDATES = 6
@@ -98,10 +97,10 @@ def test_steps_are_those_of_a_plain_loop_and_its_rows(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert weights[:4] == [pytest.approx(p.flatten().tolist(), abs=1e-6) for p in model.parameters()]
-    run = RunDir.open(tmp_path / "run")
-    assert [row["step"] for row in run.epochs()] == [6, 13]
-    assert [row["samples_seen"] for row in run.steps()] == [13 * step for step in range(1, 14)]
-    assert run.epochs()[1]["val_loss"] == 13.0
+    run = lockstep.Run(tmp_path / "run")
+    assert [row["step"] for row in run.history] == [6, 13]
+    assert [row["samples_seen"] for row in run.steps] == [13 * step for step in range(1, 14)]
+    assert run.history[1]["val_loss"] == 13.0
 
 
 @pytest.mark.slow
