@@ -221,7 +221,8 @@ def test_tasks_and_schema(two_gpus: Address) -> None:
 def test_a_task_file_of_the_folder_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = tmp_path / "here"
     (here / "runs" / "run-1").mkdir(parents=True)
-    source = (ROOT / "tests" / "toys.py").read_text() + "\n\nclass Plain(Toy):\n    pass\n"
+    derived = 'class Documented(Toy):\n    """A toy."""\n\n\nclass Plain(Documented):\n    pass\n'
+    source = (ROOT / "tests" / "toys.py").read_text() + "\n\n" + derived
     for file in (here / "mine.py", here / "runs" / "run-1" / "evil.py", tmp_path / "outside.py"):
         file.write_text(source)
     (here / "link.py").symlink_to(tmp_path / "outside.py")
@@ -247,9 +248,11 @@ def test_a_task_file_of_the_folder_is_added(tmp_path: Path, monkeypatch: pytest.
         name = f"{here / 'mine.py'}:Toy"
         assert answer["added"] == name
         [task] = [task for task in address.get("/api/tasks")["tasks"] if task["name"] == name]
-        assert task["error"] is None and task["title"] != name
-        address.post("/api/tasks", {"path": "mine.py:Plain"})
-        [plain] = [task for task in address.get("/api/tasks")["tasks"] if task["name"].endswith("mine.py:Plain")]
+        assert task["error"] is None
+        for derived in ("Documented", "Plain"):
+            address.post("/api/tasks", {"path": f"mine.py:{derived}"})
+        documented, plain = address.get("/api/tasks")["tasks"][-2:]
+        assert documented["title"] == "A toy"
         assert plain["title"] == plain["name"], "the docstring of its base is not its own"
         plan = address.post("/api/plan", {"task": name, "config": {"hardware": {"selected_devices": ["gpu:0"]}}})
         assert plan["run"]["enabled"], plan
