@@ -53,8 +53,14 @@ def test_every_reader_gives_the_same_answers(tmp_path: Path, capsys: pytest.Capt
         assert {key: found[key] for key in expected} == expected
     assert main(["runs", "--runs-dir", str(tmp_path / "runs")]) == 0
     assert "my folder" in capsys.readouterr().out, "the folder is listed where it is not named like the id"
+    state = {"step_s": 0.05, "wait_s": 0.002, "memory_gb": 1.5, "peak_gb": 2.0}
+    ranks = [{"rank": 0, "own_s": None, **state}, {"rank": 1, "own_s": 0.045, **state}]
+    row = {"attempt": 1, "step": 30, "epoch": 1, "ranks": ranks, "slow_rank": 1}
+    run.ranks_file.write_text(json.dumps(row) + "\n")
     assert main(["show", str(run.path)]) == 0
-    assert "time left 30.0 s" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "time left 30.0 s" in printed
+    assert "rank 0 50.0 ms 2.0 ms 1.5 GB 2.0 GB rank 1 50.0 ms 45.0 ms 2.0 ms 1.5 GB 2.0 GB slow" in printed
 
 
 def test_the_bar_estimates_as_the_other_readers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from lockstep.cli.output import (
     print_values,
     verb,
 )
+from lockstep.cli.top import RANK_COLUMNS, rank_rows
 from lockstep.telemetry.console import duration, print_plan, print_table, say, value_text
 
 if TYPE_CHECKING:
@@ -183,11 +184,9 @@ def _print_details(details: dict[str, Any], stream: TextIO) -> None:
         if rows:
             say("", stream)
             print_values(rows[-1].items(), stream, title=title)
-    if ranks := details["ranks"].get("ranks"):
+    if details["ranks"]:
         say("", stream)
-        slow = details["ranks"].get("slow_rank")
-        heads = ("rank", "step", "work", "input wait", "memory", "peak", "")
-        print_table(heads, [_of_rank(rank, is_slow=rank["rank"] == slow) for rank in ranks], stream)
+        print_table(RANK_COLUMNS, rank_rows(details["ranks"]), stream)
     say("", stream)
     files = []
     for saved in details["checkpoints"]:
@@ -197,14 +196,3 @@ def _print_details(details: dict[str, Any], stream: TextIO) -> None:
     print_values([*files, ("configuration", details["config"])], stream, title="files")
     if details["error"]:
         say(f"\nerror: {details['error']}", stream)
-
-
-def _of_rank(rank: dict[str, Any], *, is_slow: bool) -> tuple[str, ...]:
-    times = (rank.get(name) for name in ("step_s", "own_s", "wait_s"))
-    sizes = (rank.get(name) for name in ("memory_gb", "peak_gb"))
-    return (
-        str(rank["rank"]),
-        *("" if seconds is None else f"{1e3 * seconds:,.1f} ms" for seconds in times),
-        *("" if size is None else f"{size:.1f} GB" for size in sizes),
-        "slow: the other ranks wait for it" if is_slow else "",
-    )

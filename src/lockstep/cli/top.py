@@ -19,6 +19,7 @@ Shares of GPUs and CPU are of the last second, memory is in GB (1e9 bytes). `own
 before it waits for the others."""
 
 State = dict[str, Any]
+RANK_COLUMNS = ("rank", "step", "own", "input wait", "memory", "peak", "")
 
 
 @verb("[RUN] [OPTIONS]", EPILOGUE)
@@ -89,7 +90,7 @@ def _tables(state: State) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]
     gpus = ("device", "name", "use", "memory", "power", "chip", "clock", "throttled by")
     tables = [
         (("", ""), _of_run(run) if run else []),
-        (("rank", "step", "own", "input wait", "memory", "peak", ""), _of_ranks(run) if run else []),
+        (RANK_COLUMNS, rank_rows(run) if run else []),
         (gpus, [_of_gpu(gpu, node["host"], len(nodes) > 1) for node in nodes for gpu in node["devices"]]),
         (("host", "cpu", "memory", ""), [_of_host(node) for node in nodes]),
     ]
@@ -119,15 +120,16 @@ def _of_run(run: State) -> list[tuple[str, ...]]:
     return [(name, value) for name, value in rows if value]
 
 
-def _of_ranks(run: State) -> list[tuple[str, ...]]:
+def rank_rows(state: State) -> list[tuple[str, ...]]:
+    """The rows of :data:`RANK_COLUMNS`; ``state``: a row of ``ranks.jsonl``."""
     return [
         (
             f"rank {rank['rank']}",
             *(_text(rank.get(name), ",.1f", "ms", factor=1000) for name in ("step_s", "own_s", "wait_s")),
             *(_text(rank.get(name), ".1f", "GB") for name in ("memory_gb", "peak_gb")),
-            "slow: the other ranks wait for it" if rank["rank"] == run["slow_rank"] else "",
+            "slow: the other ranks wait for it" if rank["rank"] == state.get("slow_rank") else "",
         )
-        for rank in run["ranks"]
+        for rank in state["ranks"]
     ]
 
 
