@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import RunConfig
-from lockstep.engine.runtime import serve_store
 from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
 
 STEPS = 5
@@ -31,7 +30,6 @@ FORMS = {"full": (False, None), "half": (True, None), "buckets of 5": (False, 5)
 def in_turns(rank: TrialRank, rounds: int) -> None:
     """On a rank: seconds of a step in each form, for models of several widths."""
     torch.set_num_threads(1)
-    serve_store()
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     for width in WIDTHS:
         models = {name: _model(width, *form) for name, form in FORMS.items()}

@@ -30,7 +30,6 @@ from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.evaluate import Evaluator, evaluate
 from lockstep.engine.optim.precision import Precision
-from lockstep.engine.runtime import serve_store
 from lockstep.lab.bench.measure import peak_memory, reset_peak_memory
 from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
 from lockstep.planning import LoaderPlan
@@ -87,7 +86,6 @@ def by_hand(model: nn.Module, data: tuple[Tensor, Tensor], rank: int) -> dict[st
 def in_turns(rank: TrialRank, rounds: int) -> None:
     """On a rank: seconds and bytes of each form."""
     torch.set_num_threads(1)
-    serve_store()
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     collectives = Collectives(rank.world)
     torch.manual_seed(0)

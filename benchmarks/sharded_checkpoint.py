@@ -30,7 +30,6 @@ from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, own_part
 from lockstep.engine.partition import Undivided
-from lockstep.engine.runtime import serve_store
 from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.lab.bench.measure import peak_memory, reset_peak_memory
 from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
@@ -43,7 +42,6 @@ CPU = torch.device("cpu")
 def in_turns(rank: TrialRank, rounds: int, folder: Path) -> None:
     """On a rank: seconds and bytes of both forms, for models of several widths."""
     torch.set_num_threads(1)
-    serve_store()
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     collectives = Collectives(rank.world)
     for width in WIDTHS:
