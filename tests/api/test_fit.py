@@ -104,6 +104,7 @@ def test_each_form_of_a_loss_trains_the_same(tmp_path: Path) -> None:
         nn.CrossEntropyLoss(weight=torch.ones(3)),
         lambda output, target: lockstep.Loss(F.cross_entropy(output, target, reduction="sum"), len(target)),
         lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        lambda model, batch: lockstep.Loss(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])),
     ]
     common: dict[str, Any] = {"train": dataset(40, 1), "devices": "cpu", "epochs": 1, "batch_size": 16}
     models = [net() for _ in losses]

@@ -91,7 +91,7 @@ class Counted:
 
     def _is_due(self) -> bool:
         """Whether this batch is compared with its parts."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # training.compile_loss
             return self._form is None
         self._batches += 1
         return self._batches <= _FIRST_BATCHES or self._batches.bit_count() == 1
@@ -255,11 +255,13 @@ class _Parts:
         """Evaluate some rows; ``None`` after an error: the next rows are evaluated even so, as on other ranks."""
         callables = [each if isinstance(each, nn.Module) else _copied(each) for each in self._callables]
         modules = [each for each in callables if isinstance(each, nn.Module)]
+        eager = nullcontext() if torch.compiler.is_compiling() else set_stance("force_eager")
         try:
-            eager = nullcontext() if torch.compiler.is_compiling() else set_stance("force_eager")
             with generators, eager, separate_rows(self.draws, *modules):
                 value, outputs = self._evaluate(*callables, *_rows(self._values, rows))
         except Exception:
+            return None
+        if not isinstance(value, Tensor):  # a sum and its count
             return None
         number = len(range(*rows.indices(self._rows)))
         return _Part(value if outputs else value.detach(), terms_of(value, number), number, outputs)
