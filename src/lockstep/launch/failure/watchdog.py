@@ -330,7 +330,9 @@ def watched(
     except Exception as error:
         waited_s = _waited_s(error)
         report = None if waited_s is None else watchdog.places_after(waited_s)
-        if report is not None and report.behind:
+        failed = records.read_errors(logs)
+        # A rank that has ended with an error does not stand still: its error says more.
+        if report is not None and report.behind and not any(at.rank in failed for at in report.behind):
             waiting = {at.rank for at in report.ranks} - {at.rank for at in report.behind} | {rank}
             hung(report, min(waiting) == rank)
         raise
