@@ -94,7 +94,7 @@ _PEER_NAMES = {
     "checkpoint.every_steps": "save_steps",
     "save_dir": "output_dir default_root_dir",
 }
-_BY_PEER_NAME = {name: key for key, names in _PEER_NAMES.items() for name in names.split()}
+_KEY_OF_OTHER_TRAINERS = {name: key for key, names in _PEER_NAMES.items() for name in names.split()}
 
 
 def resolve(*layers: Mapping[str, Any]) -> RunConfig:
@@ -346,12 +346,12 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
 
 
 def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
-    """Find the key most similar to an unknown one: by name in other trainers, in its section, then anywhere."""
+    """Find the key for an unknown one: its name in other trainers, or the most similar in its section, or anywhere."""
     *parents, unknown = (str(part) for part in location)
     if model is RunConfig:
         for name in (".".join([*parents, unknown]), unknown):
-            if name in _BY_PEER_NAME:
-                return _BY_PEER_NAME[name]
+            if name in _KEY_OF_OTHER_TRAINERS:
+                return _KEY_OF_OTHER_TRAINERS[name]
     keys = all_keys(model)
     section = "".join(f"{part}." for part in parents)
     section_names = [key.removeprefix(section).partition(".")[0] for key in keys if key.startswith(section)]
@@ -376,7 +376,7 @@ def key_for(option: str) -> str | None:
     """Find the setting for an unknown command-line option, by its last part or by its name in other trainers."""
     name = option.lstrip("-").replace("-", "_")
     keys_by_leaf = {key.rpartition(".")[2]: key for key in reversed(all_keys(RunConfig))}
-    return _BY_PEER_NAME.get(name) or keys_by_leaf.get(name)
+    return _KEY_OF_OTHER_TRAINERS.get(name) or keys_by_leaf.get(name)
 
 
 def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,16 +168,16 @@ class Callbacks:
 def train_mode(model: nn.Module) -> None:
     """Call ``model.train()``, except for modules that the task has put in evaluation mode.
 
-    That is a layer whose parent is in training mode (a frozen BatchNorm), or a module without trainable parameters (a
-    frozen backbone). Others are trained: many libraries return a whole model in evaluation mode.
+    Two kinds stay in evaluation mode: a layer without children whose parent is in training mode (a frozen BatchNorm),
+    and a module whose parameters are all frozen (a backbone). Many libraries return a whole model in evaluation mode.
     """
-    evaluated: list[nn.Module] = []
+    kept_in_eval: list[nn.Module] = []
     for parent in model.modules():
         for module in parent.children():
             is_layer = parent.training and next(module.children(), None) is None
             parameters = list(module.parameters())
             if not module.training and (is_layer or (parameters and not any(p.requires_grad for p in parameters))):
-                evaluated.append(module)
+                kept_in_eval.append(module)
     model.train()
-    for module in evaluated:
+    for module in kept_in_eval:
         module.eval()

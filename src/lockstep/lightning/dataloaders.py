@@ -120,17 +120,20 @@ _NOTHING = object()
 _TRIED_BATCHES = 8
 
 
-def batches_of_epoch(loader: Any, unsized: int | None) -> int:
-    """Return the batches of an epoch of ``loader``; ``unsized``: for a loader without a length, ``None``: refuse it."""
+def batches_of_epoch(loader: Any, length_if_unknown: int | None) -> int:
+    """Return the batches of an epoch of ``loader``.
+
+    ``length_if_unknown``: of a loader without a length; ``None``: such a loader is refused.
+    """
     _restart_workers(loader)
     combined = _combined(loader)
     with loader_processes():
-        iter(combined)
+        iter(combined)  # it has no length before
     try:
         return len(combined)
     except TypeError:
-        if unsized is not None:
-            return unsized
+        if length_if_unknown is not None:
+            return length_if_unknown
     raise UnsupportedError(
         "the training data do not say how many batches an epoch has",
         why="an iterable data set without __len__() has no known length",
@@ -271,14 +274,14 @@ def check_interval(arguments: Mapping[str, Any], batch: BatchPlan) -> None:
         )
 
 
-def epoch_length(loader: Any, ranks: int, unsized: int | None) -> int:
-    """Return the samples of an epoch; of a loader that keeps its order the batches, ``unsized`` if it has no length."""
-    return len(loader.sampler) if orders(loader, ranks) else batches_of_epoch(loader, unsized)
+def epoch_length(loader: Any, ranks: int, length_if_unknown: int | None) -> int:
+    """Return the samples of an epoch; of a loader that keeps its order its batches, see :func:`batches_of_epoch`."""
+    return len(loader.sampler) if orders(loader, ranks) else batches_of_epoch(loader, length_if_unknown)
 
 
-def check_length(loader: Any, planned: int, ranks: int, unsized: int | None, epoch: int) -> None:
+def check_length(loader: Any, planned: int, ranks: int, length_if_unknown: int | None, epoch: int) -> None:
     """Raises :class:`DataError` where the training loader of ``epoch``, from 0, has not the length of the plan."""
-    length = epoch_length(loader, ranks, unsized)
+    length = epoch_length(loader, ranks, length_if_unknown)
     if length != planned:
         raise DataError(
             f"the training loader has a length of {length} in epoch {epoch + 1}, and of {planned} in the plan",
@@ -370,9 +373,9 @@ Change = Callable[[Any], Any]
 def replaced_loaders(owners: list[Any], train: Change, evaluation: Change, *, seed: int) -> Iterator[None]:
     """While this is open, the loader hooks of ``owners`` return their loaders as changed by these functions.
 
-    The owners are a data module, or ``None``, and a module. All hooks begin at ``seed``, so that a random split is the
-    same on all ranks and in every attempt. They are hidden by attributes of the objects, so the user's classes and
-    ``trainer.datamodule`` stay theirs.
+    The owners are a data module, or ``None``, and a module. Every hook runs with torch seeded to ``seed``, so that a
+    random split is the same on all ranks and in every attempt. Instance attributes shadow the hooks and are removed at
+    exit, so the user's classes and ``trainer.datamodule`` stay theirs.
     """
 
     def each(loaders: Any) -> Any:

@@ -192,7 +192,7 @@ def run_in(ref: object, home: Home) -> str:
 
 
 def flatten(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """``(dotted key, value)`` of every setting; those of a task stay whole."""
+    """Yield ``(dotted key, value)`` of every setting; a section without fixed fields (``task``) is one value."""
     for key, value in config.items():
         field = RunConfig.model_fields.get(key)
         if field is None or not isinstance(field.annotation, type) or not hasattr(field.annotation, "model_fields"):

@@ -75,25 +75,26 @@ class VerifyReport:
         return sentences.get(self.outcome) or f"DIFFERENT: {self._difference()}"
 
     def _difference(self) -> str:
+        """Describe the first difference: in samples, between ranks, after a resume, or in a quantity."""
         single = self.comparison.one
         many = self.comparison.many
-        gap = self.comparison.gap
+        differences = self.comparison.gap
         devices = len(self.devices)
-        other = single.first_other_samples(many)
-        if other is not None:
-            return f"from step {other} on the samples of {devices} devices are not those of one"
+        first_other_step = single.first_other_samples(many)
+        if first_other_step is not None:
+            return f"from step {first_other_step} on the samples of {devices} devices are not those of one"
         if many.divergence is not None:
             return f"the {devices} ranks do not have the same weights and buffers"
         if self.causes[0].code == "resume":
             return f"{devices} devices and one agree, but a resumed run and a whole one do not"
-        quantity, index = self.floor.parting(gap) or ("weights", len(gap["loss"]) - 1)
+        quantity, index = self.floor.parting(differences) or ("weights", len(differences["loss"]) - 1)
         since = f"from step {index + 1} on"
         if quantity == "validation loss":
             since = f"in validation {index + 1}"
         elif quantity.startswith(BUFFER):
             since = f"after step {single.merged[index + 1]}"
         return (
-            f"{since} the {quantity} of {devices} devices and one differs by {gap[quantity][index]:.1e} "
+            f"{since} the {quantity} of {devices} devices and one differs by {differences[quantity][index]:.1e} "
             f"(noise floor {self.floor[quantity][index]:.1e})"
         )
 

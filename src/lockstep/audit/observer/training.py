@@ -48,14 +48,14 @@ class TrainingObserver:
         self.max_steps = max_steps
         self.loaders = LoaderObserver(recorder, max_steps)
         self._optimizers: list[Optimizer] = []
-        self._stepping: set[int] = set()
+        self._optimizers_in_step: set[int] = set()
         self._training_passes: set[int] = set()
         self._loss_line: str | None = None
         self._is_scaled = False
         self._has_ended = False
-        self._names: dict[int, str] = {}
+        self._name_of_parameter: dict[int, str] = {}
         #: Of the backward passes that run: sums of sampled gradients, and the hooks that add to them.
-        self._backwards: list[tuple[list[list[float]], list[RemovableHandle]] | None] = []
+        self._running_backwards: list[tuple[list[list[float]], list[RemovableHandle]] | None] = []
         recorder.watch(Optimizer, "add_param_group", after=self._note_optimizer)
         recorder.watch(LRScheduler, "__init__", after=self._note_scheduler)
         recorder.watch(DistributedDataParallel, "__init__", after=self._note_replica)
@@ -81,7 +81,7 @@ class TrainingObserver:
         modules = replica.module.modules()
         batchnorm = sum(isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in modules)
         self.recorder.write("ddp", batchnorm=batchnorm)
-        self._names |= {id(parameter): name for name, parameter in replica.module.named_parameters()}
+        self._name_of_parameter |= {id(parameter): name for name, parameter in replica.module.named_parameters()}
         inside: list[bool] = []
 
         # Hooks must not hold the replica: its reducer ends with the last reference to it, before the interpreter does.
@@ -117,7 +117,7 @@ class TrainingObserver:
             self.recorder.write("eval_loss", loss=value.item(), count=count)
 
     def _before_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        self._backwards.append(None)
+        self._running_backwards.append(None)
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
         if self.recorder.is_child or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
@@ -146,10 +146,10 @@ class TrainingObserver:
             sums[position] = [a + b for a, b in zip(sums[position] or [0.0] * len(values), values, strict=True)]
 
         handles = [parameter.register_hook(partial(add, position)) for position, parameter in enumerate(parameters)]
-        self._backwards[-1] = sums, handles
+        self._running_backwards[-1] = sums, handles
 
     def _after_backward(self, *args: Any, **kwargs: Any) -> None:
-        observed = self._backwards.pop()
+        observed = self._running_backwards.pop()
         if observed is not None:
             sums, handles = observed
             for handle in handles:
@@ -157,9 +157,9 @@ class TrainingObserver:
             self.recorder.write("local", gradients=sums)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if id(optimizer) in self._stepping:  # a subclass calls super().step()
+        if id(optimizer) in self._optimizers_in_step:  # a subclass calls super().step()
             return None
-        self._stepping.add(id(optimizer))
+        self._optimizers_in_step.add(id(optimizer))
         if not self.is_full():
             return None
         weights = self.recorder.guard(_norms, [parameter.detach() for parameter in _parameters([optimizer])])
@@ -188,11 +188,11 @@ class TrainingObserver:
             weights=weights,
             norms=_norms([_gradient(parameter) for parameter in parameters]),
             gradients=_sampled_gradients([optimizer]),
-            names=[self._names.get(id(p), f"parameter {i} of shape {tuple(p.shape)}") for i, p in numbered],
+            names=[self._name_of_parameter.get(id(p), f"parameter {i} of shape {tuple(p.shape)}") for i, p in numbered],
         )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepping.discard(id(optimizer))
+        self._optimizers_in_step.discard(id(optimizer))
         self.recorder.guard(self._count_step, optimizer)
         is_past = self.loaders.current is None and self.recorder.step > self.max_steps
         if is_past or len(self._training_passes) > MAX_PASSES:

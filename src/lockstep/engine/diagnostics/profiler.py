@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @contextmanager
 def profiled(rank: RankContext, steps: Iterator[T], step: int) -> Iterator[Iterator[T]]:
-    """``steps`` after ``step``, of which those of ``telemetry.profile`` are recorded.
+    """Yield an iterator over ``steps``, those after ``step``, that records the steps of ``telemetry.profile``.
 
     Writes ``rank-<r>.trace.json.gz`` (for Perfetto or chrome://tracing), ``rank-<r>.txt`` and ``rank-<r>.json`` into
     ``profile/`` of the run after the last of them, or where the run ends before. What runs between these steps
@@ -35,10 +35,11 @@ def profiled(rank: RankContext, steps: Iterator[T], step: int) -> Iterator[Itera
     settings = rank.config.telemetry
     remark = partial(rank.note, "profile")
     first, last = map(int, str(settings.profile).split(":"))
-    absent = ", ".join(str(number) for number in settings.profile_ranks if number >= rank.world.size)
-    if absent:
+    missing_ranks = ", ".join(str(number) for number in settings.profile_ranks if number >= rank.world.size)
+    if missing_ranks:
         remark(
-            f"telemetry.profile_ranks names {absent}, but the run has {many(rank.world.size, 'rank')}, counted from 0."
+            f"telemetry.profile_ranks names {missing_ranks}, but the run has {many(rank.world.size, 'rank')}, counted "
+            "from 0."
         )
     if step >= last:
         remark(f"Steps {first} to {last} are not profiled: the run resumes at step {step}.")

@@ -32,7 +32,7 @@ WARM_UP = 5
 #: How long the input is measured, seconds.
 INPUT_S = 1.0
 #: Quartiles lie this many standard deviations apart (normal distribution).
-QUARTILES = 1.349
+IQR_PER_STD = 1.349
 #: What shortens each part of a step.
 _ADVICE = {
     "communication": RARER_MESSAGES,
@@ -170,18 +170,18 @@ def _measured(subject: Subject, footprint: Footprint, wish: Wish, say: Say) -> t
         rows = measure_all(subject, trials, [case] * wish.repeats)
     if not rows or rows[-1]["status"] != "ok":
         raise RunError("the step could not be measured", why=rows[-1]["reason"] if rows else "")
-    step = step_of(footprint, rows, alike=base.plan.order.bucketed)
+    step = step_of(footprint, rows, ignores_jitter=base.plan.order.bucketed)
     return step, [
         f"the step was measured on {device}: {step.seconds * 1e3:.3g} ms (within {step.spread:.0%}), waiting for input "
         f"included; jitter {step.jitter_s * 1e3:.2g} ms"
     ]
 
 
-def step_of(footprint: Footprint, rows: Sequence[dict[str, Any]], *, alike: bool) -> Step:
+def step_of(footprint: Footprint, rows: Sequence[dict[str, Any]], *, ignores_jitter: bool) -> Step:
     """Make a step from rows of ``bench step``.
 
-    Jitter is estimated from quartiles. ``alike``: the work of all ranks is equal in every step, so that differences
-    from step to step are not jitter.
+    Jitter is estimated from quartiles. ``ignores_jitter``: batches differ by design (buckets of lengths), equally on
+    all ranks, so differences from step to step are no jitter.
     """
     rows = sorted(rows, key=lambda row: row["mean_ms"])
     parts = rows[len(rows) // 2]["parts_ms"]
@@ -189,7 +189,7 @@ def step_of(footprint: Footprint, rows: Sequence[dict[str, Any]], *, alike: bool
     return Step(
         batch_size=footprint.batch_size,
         **{f"{name}_s": parts[name] / 1e3 for name in ("data", "forward", "backward", "optimizer", "other")},
-        jitter_s=0.0 if alike else quartiles_apart / QUARTILES / 1e3,
+        jitter_s=0.0 if ignores_jitter else quartiles_apart / IQR_PER_STD / 1e3,
         spread=(rows[-1]["mean_ms"] / rows[0]["mean_ms"]) ** 0.5 - 1,
         gradients=footprint.gradients,
         ready=footprint.ready_by(lambda work: work.flops + work.moved),

@@ -79,7 +79,7 @@ def train_as_node_rank(
 ) -> RunResult | None:
     """Train as a rank of the engine; its folder is the node's temporary one. The first rank of a node has a result.
 
-    The process ends with exit code 0 where another start would end the same: also after a stop and for wrong usage.
+    The process ends with exit code 0 where a restart cannot help (a stop, wrong usage), so that the engine makes none.
     """
     folder = rank.folder
     world = rank.world

@@ -105,6 +105,7 @@ def fork(main: Callable[[], int], *, name: str, open_files: Collection[int] = ()
 
 
 def _be_child(main: Callable[[], int], name: str, open_files: Collection[int]) -> NoReturn:
+    """Turn the forked child into a clean process, run ``main`` and exit with its code."""
     code = 1
     try:
         os.setsid()
@@ -114,7 +115,7 @@ def _be_child(main: Callable[[], int], name: str, open_files: Collection[int]) -
         signal.set_wakeup_fd(-1)
         for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
             if fd > 2 and fd not in open_files:
-                with contextlib.suppress(OSError):  # that of the listing is closed
+                with contextlib.suppress(OSError):  # the descriptor of this listing is closed already
                     os.close(fd)
         logging.root.handlers.clear()
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

@@ -24,7 +24,7 @@ SUFFIXES = (
 )
 SPLITS = ("train", "val", "test")
 #: Other usual names of them, in any case.
-_ALSO = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
+_SPLIT_ALIASES = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
 Pixels = NDArray[np.float32]
 
 
@@ -109,15 +109,16 @@ def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
 
 
 def _splits(folder: Path) -> dict[str, Path]:
-    """Return the folder of each split; without any, ``folder`` is that of ``train``. Raises :class:`DataError`."""
+    """Return the folder of each split. If no subfolder is a split, ``folder`` is train. Raises :class:`DataError`."""
     split_folders: dict[str, Path] = {}
-    names = {
-        subfolder: _ALSO.get(subfolder.name.lower(), subfolder.name.lower()) for subfolder in class_folders(folder)
+    split_or_class_of = {
+        subfolder: _SPLIT_ALIASES.get(subfolder.name.lower(), subfolder.name.lower())
+        for subfolder in class_folders(folder)
     }
-    has_classes = any(name not in SPLITS for name in names.values())
-    for subfolder, name in names.items():
+    has_classes = any(name not in SPLITS for name in split_or_class_of.values())
+    for subfolder, name in split_or_class_of.items():
         if name not in SPLITS or (has_classes and not class_folders(subfolder)):
-            continue  # a class, perhaps of pictures of trains
+            continue  # a class folder that happens to be named train
         if name in split_folders:
             raise DataError(
                 f"{folder} has both {split_folders[name].name} and {subfolder.name}", fix="remove or rename one of them"

@@ -60,31 +60,31 @@ def checked(
     ``name``: of the data, in errors. ``classes``: their number; ``None``: any label from ``first`` on.
     """
     if samples.ndim != 3 or 0 in samples.shape[1:]:
-        raise _wrong(f"{name}: the samples have shape {samples.shape}, not (windows, channels, time)")
+        raise _data_error(f"{name}: the samples have shape {samples.shape}, not (windows, channels, time)")
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise _wrong(
+        raise _data_error(
             f"{name}: the labels have shape {labels.shape} and type {labels.dtype}, not one integer per window"
         )
     if len(samples) != len(labels):
-        raise _wrong(f"{name}: {len(samples)} windows but {len(labels)} labels")
+        raise _data_error(f"{name}: {len(samples)} windows but {len(labels)} labels")
     if len(samples) == 0:
-        raise _wrong(f"{name}: there is no window in it")
+        raise _data_error(f"{name}: there is no window in it")
     with np.errstate(invalid="ignore", over="ignore"):
         samples = np.ascontiguousarray(samples, dtype=np.float32)
         # The sum is finite when all values are, and needs no array of flags as large as the data.
         is_finite = np.isfinite(samples.sum(dtype=np.float64))
     if not is_finite:
         bad = int(np.flatnonzero(~np.isfinite(samples).all(axis=(1, 2)))[0])
-        raise _wrong(f"{name}: window {bad} holds values that are not finite", fix="remove it, or fill its gaps")
+        raise _data_error(f"{name}: window {bad} holds values that are not finite", fix="remove it, or fill its gaps")
     lowest = int(labels.min())
     highest = int(labels.max())
     if lowest < first or (classes is not None and highest >= first + classes):
         valid_labels = f"{first} to {first + classes - 1}" if classes is not None else f"whole numbers from {first}"
-        raise _wrong(f"{name}: labels go from {lowest} to {highest}, out of range; the classes are {valid_labels}")
+        raise _data_error(f"{name}: labels go from {lowest} to {highest}, out of range; the classes are {valid_labels}")
     return Windows(samples, labels.astype(np.int64) - first)
 
 
-def _wrong(
+def _data_error(
     problem: str, fix: str = "restore the files, or save them again in the form that docs/har.md describes"
 ) -> DataError:
     return DataError(problem, fix=fix)
@@ -217,9 +217,9 @@ def _read_split(folder: Path, part: str) -> tuple[Windows, npt.NDArray[np.int64]
         file = folder / part / "Inertial Signals" / f"{channel}_{part}.txt"
         signals.append(_read_numbers(file, np.float32, columns=LENGTH))
         if len(signals[-1]) != len(labels):
-            raise _wrong(f"{file} has {len(signals[-1])} windows, y_{part}.txt has {len(labels)}")
+            raise _data_error(f"{file} has {len(signals[-1])} windows, y_{part}.txt has {len(labels)}")
     if len(subjects) != len(labels):
-        raise _wrong(f"{folder / part}: {len(subjects)} subjects but {len(labels)} labels")
+        raise _data_error(f"{folder / part}: {len(subjects)} subjects but {len(labels)} labels")
     windows = checked(np.stack(signals, axis=1), labels, classes=len(CLASSES), first=1, name=f"{folder}/{part}")
     return windows, subjects
 
@@ -250,7 +250,7 @@ def load_tensors(folder: Path) -> HarData:
     train = _load(folder / "train.pt", classes=None)
     classes = int(train.labels.max()) + 1
     if classes > len(train):
-        raise _wrong(
+        raise _data_error(
             f"{folder / 'train.pt'}: label {classes - 1} is out of range for {len(train)} windows",
             fix="number the classes from 0 without gaps",
         )
@@ -259,7 +259,7 @@ def load_tensors(folder: Path) -> HarData:
         shape = windows.samples.shape[1:]
         train_shape = train.samples.shape[1:]
         if shape != train_shape:
-            raise _wrong(f"{part}.pt has windows of shape {shape}, train.pt of {train_shape}")
+            raise _data_error(f"{part}.pt has windows of shape {shape}, train.pt of {train_shape}")
     return HarData(train, val, test, _numbered(classes))
 
 
