@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 import lockstep
 from lockstep.cli.main import main
@@ -19,6 +20,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 import lockstep
@@ -68,6 +70,12 @@ class WithMapping(Base):
     def __init__(self, cfg=None):
         super().__init__()
         self.factor = (cfg or {"scale": 1.0})["scale"]
+
+
+class WithOmegaConf(Base):
+    def __init__(self, cfg: DictConfig = OmegaConf.create({"scale": 1.0, "factor": "${scale}"})):
+        super().__init__()
+        self.factor = cfg.factor
 
 
 class WrongLoss(Base):
@@ -133,13 +141,14 @@ def _train(task: Any, **settings: Any) -> lockstep.Run:
     return lockstep.train(task, devices="cpu", epochs=1, batch_size=16, save_dir="run", **settings)
 
 
-@pytest.mark.parametrize("kind", ["Scaled", "WithTuple", "WithDataclass", "WithMapping"])
+@pytest.mark.parametrize("kind", ["Scaled", "WithTuple", "WithDataclass", "WithMapping", "WithOmegaConf"])
 def test_later_commands_make_the_task_with_its_arguments(kind: str, tasks: Any) -> None:
     made = {
         "Scaled": lambda: tasks.Scaled(50.0, (2,), folder=Path("here"), times=1),
         "WithTuple": lambda: tasks.WithTuple([100.0, 1.0]),
         "WithDataclass": lambda: tasks.WithDataclass(tasks.WithDataclass.Config(scale=100.0)),
         "WithMapping": lambda: tasks.WithMapping({"scale": 100.0}),
+        "WithOmegaConf": lambda: tasks.WithOmegaConf(OmegaConf.create({"scale": 100.0, "factor": "${scale}"})),
     }[kind]
     run = _train(made())
     assert run.metrics["test_loss"] > 1e4

@@ -8,9 +8,18 @@ import json
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, Optional, get_args
+from typing import Annotated, Any, NamedTuple, Optional, get_args
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    TypeAdapter,
+    create_model,
+    field_validator,
+)
 
 from lockstep.config.sections import expanded
 
@@ -116,6 +125,8 @@ def config_parameter(kind: type[Any]) -> str | None:
     for parameter in _signature(kind.__init__).parameters.values():
         if parameter.name in _CONFIG:
             types = (parameter.annotation, *get_args(parameter.annotation))
+            if any(map(_is_omegaconf, types)):
+                continue
             named = any(isinstance(part, type) and issubclass(kind.Config, part) for part in types)
             if declared or named or parameter.default is parameter.empty:
                 return parameter.name
@@ -172,6 +183,7 @@ def _fields(function: Callable[..., Any], without: str | None = None) -> dict[st
         if annotation is parameter.empty or isinstance(annotation, str):
             is_typed = isinstance(default, tuple | PurePath | Enum | BaseModel) or dataclasses.is_dataclass(default)
             annotation = type(default) if is_typed else Any
+        annotation = _of_omegaconf(annotation)
         if default is None:
             annotation = Optional[annotation]  # noqa: UP045  # an annotation may be any object
         try:
@@ -184,13 +196,40 @@ def _fields(function: Callable[..., Any], without: str | None = None) -> dict[st
     return fields
 
 
+def _of_omegaconf(annotation: Any) -> Any:
+    """Return the type of a field that holds a ``DictConfig`` or ``ListConfig`` as plain data; else ``annotation``."""
+    kind = next((part for part in (annotation, *get_args(annotation)) if _is_omegaconf(part)), None)
+    if kind is None:
+        return annotation
+    from omegaconf import DictConfig, OmegaConf
+
+    content = dict[str, Any] if issubclass(kind, DictConfig) else list[Any]
+    return Annotated[
+        content, BeforeValidator(_container), AfterValidator(OmegaConf.create), PlainSerializer(_container)
+    ]
+
+
+def _is_omegaconf(kind: Any) -> bool:
+    return isinstance(kind, type) and kind.__module__.partition(".")[0] == "omegaconf"
+
+
+def _container(value: Any) -> Any:
+    """Return a ``DictConfig`` or ``ListConfig`` as mappings and lists, interpolations resolved; else ``value``."""
+    if not _is_omegaconf(type(value)):
+        return value
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(value, resolve=True)
+
+
 def _plain(value: Any, annotation: Any, *, accept: bool = True) -> Any:
     """Return ``value`` as plain data of a configuration. Raises :class:`ValueError` if it would be read as another."""
+    value = _container(value)
     if not accept or not _is_plain(value):
         raise ValueError("not a plain value")
     adapter = TypeAdapter(annotation)
     plain = _ANY.dump_python(adapter.dump_python(value, mode="json", warnings=False), mode="json")
-    read = adapter.validate_python(plain)
+    read = _container(adapter.validate_python(plain))
     if isinstance(read, tuple) and isinstance(value, list):  # a list is as good, and comes back as a tuple
         value = tuple(value)
     if read != value or len(json.dumps(plain)) > MAX_TEXT:
