@@ -44,6 +44,7 @@ INTERNAL = {
     "benchmarks/gpu_workloads.py": "predictions of memory and speed against their measurements",
     "benchmarks/monitor.py": "the monitor's own cost",
     "benchmarks/order.py": "the orders of samples, by blocks",
+    "benchmarks/scale.py": "the requests of a meeting, by ranks that have no torch",
     "benchmarks/sharded_checkpoint.py": "writing and reading a divided checkpoint, without a run",
     "benchmarks/sources.py": "reading of each source, without training",
     "benchmarks/studio.py": "the page with thousands of runs, whose folders it writes itself",

@@ -102,7 +102,7 @@ def test_make_plan_starts_nothing(tmp_path: Path) -> None:
     ("task", "settings", "error", "words"),
     [
         (Streaming, {}, ConfigError, "the length of Stream is not known"),
-        (MeanLoss, {}, TaskError, "sum and a count"),
+        (MeanLoss, {}, TaskError, "Loss"),
         (Toy, {"training": {"epochs": 0}}, ConfigError, "training.epochs"),
         (Toy, {"task": {"dropuot": 0.1}}, ConfigError, "task.dropout"),
         (Toy(), {"task": {"dropout": 0.1}}, ConfigError, "beside a task object"),

@@ -225,9 +225,8 @@ class Starts:
         """The last start of a run by a studio; ``None`` for a run that was started elsewhere."""
         return Command.read(self._home.start(name) / "start.json", _MAX_RECORD_BYTES)
 
-    def wait_for_end(self, name: str) -> None:
-        """Wait until the command of a run that has ended exits. Raises :class:`ApiError`."""
-        start = self.read(name)
+    def wait_for_end(self, name: str, start: Command | None) -> None:
+        """Wait until ``start``, the command of a run that has ended, exits. Raises :class:`ApiError`."""
         deadline = time.monotonic() + _ENDING_S
         while start is not None and is_alive(start.process):
             if time.monotonic() >= deadline:

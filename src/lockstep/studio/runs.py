@@ -135,8 +135,10 @@ class Runs:
     @contextlib.contextmanager
     def _ended(self, name: str) -> Iterator[None]:
         """While the context is open, a run that has ended, with its command, is neither started nor deleted."""
+        folder = self._index.locate(name)
+        start = self._starts.read(folder)  # not one that another request begins meanwhile
         self._refuse_live(name)
-        self._starts.wait_for_end(self._index.locate(name))
+        self._starts.wait_for_end(folder, start)
         with self._changing:
             self._refuse_live(name)
             yield

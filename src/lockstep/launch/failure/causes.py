@@ -34,17 +34,18 @@ class Cause(NamedTuple):
 
 
 _SHM = "give the container more (docker run --shm-size=8g, or --ipc=host), or use --num-workers 0"
-_SMALLER = (
+#: How a run needs less memory.
+SMALLER = (
     "lockstep resume RUN --set training.batch_size=N with a smaller N, which keeps the global batch; if an evaluation "
     "failed, --set validation.batch_size=N"
 )
-_FEWER_WORKERS = f"use fewer loader workers (--num-workers), or {_SMALLER}"
+_FEWER_WORKERS = f"use fewer loader workers (--num-workers), or {SMALLER}"
 
 #: By patterns of the error's text, without regard to case: the first that matches wins.
 _BY_TEXT = {
     r"CUDA out of memory|HIP out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
     r"|CUDA error: out of memory": Cause(
-        "gpu-memory", "the GPU is out of memory", _SMALLER, "`lockstep devices` shows which other processes use the GPU"
+        "gpu-memory", "the GPU is out of memory", SMALLER, "`lockstep devices` shows which other processes use the GPU"
     ),
     r"insufficient shared memory|Bus error.*(shm|shared memory)|unable to (open|mmap) shared memory"
     r"|unable to allocate shared memory": Cause(

@@ -94,7 +94,7 @@ class RankError(FileContent):
     @property
     def blames_another(self) -> bool:
         """Whether this rank missed another one, whose failure explains more if it recorded one."""
-        return self.error is not None and self.error["code"] == CollectiveError.code
+        return self.error is not None and self.error["code"] in (CollectiveError.code, RankFailed.code)
 
     def headline(self) -> str:
         if self.signal and not self.type:

@@ -21,7 +21,7 @@ from lockstep.errors import (
     many,
 )
 from lockstep.launch.failure import records
-from lockstep.launch.failure.causes import OOM_KILLED, Cause, find_cause
+from lockstep.launch.failure.causes import OOM_KILLED, SMALLER, Cause, find_cause
 from lockstep.launch.failure.records import RankError
 from lockstep.launch.process.rank_log import last_lines, log_file
 from lockstep.launch.process.signals import STOPPED
@@ -149,6 +149,7 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
         cause = OOM_KILLED if oom_killed else find_cause(text, first.signal)
     later_failures = tuple(rank for rank in ranks if rank is not first)
     number = launcher.ranks or len(ranks)
+    cause = _of_module(cause, run_dir)
     return FailureReport(number, first, later_failures, cause, launcher.error, nccl_records=nccl_records)
 
 
@@ -172,9 +173,20 @@ def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
         return None
     records.log_traceback(run_dir.logs, 0, error)
     failure = records.describe(0, error)
-    report = FailureReport(1, failure, (), find_cause(f"{failure.type}: {failure.message}"))
+    cause = _of_module(find_cause(f"{failure.type}: {failure.message}"), run_dir)
+    report = FailureReport(1, failure, (), cause)
     _keep(run_dir, report.format())
     return report
+
+
+def _of_module(cause: Cause | None, run_dir: RunDir) -> Cause | None:
+    """Return ``cause`` with the fix for a task whose ``DataLoader`` sets the batch size, if the run has such a task."""
+    task = or_else(run_dir.plan, {}).get("task", {})
+    if cause is None or not task.get("sets_batch_size"):
+        return cause
+    return cause._replace(
+        fix=cause.fix.replace(SMALLER, "set a smaller batch_size in the module's DataLoader, then `lockstep resume`")
+    )
 
 
 #: The error of a run that Ctrl-C ended, without a checkpoint.
