@@ -300,7 +300,7 @@ class RunDir:
             RunFolderError: the folder holds a run or foreign files, or it cannot be written.
         """
         path = absolute(path)
-        if os.path.isfile(path):
+        if os.path.lexists(path) and path.is_file():
             raise RunFolderError(f"{path} is a file, not a folder for a run", fix="name a folder with --save-dir")
         content = frozen_text(config, path)
         record = RunRecord(

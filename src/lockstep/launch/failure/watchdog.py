@@ -63,6 +63,8 @@ _OTHERS_S = 5.0
 _ASKED_INTERVAL_S = 0.5
 _ASKED = "lockstep/watchdog/asked"
 _REPORT = "lockstep/watchdog/report"
+#: With its number: a rank whose collective call has expired, too.
+_EXPIRED = "lockstep/watchdog/expired/"
 
 
 class _Heartbeat(FileContent):
@@ -138,7 +140,7 @@ class Watchdog(threading.Thread):
     def places_after(self, timeout_s: float) -> hang.HangReport | None:
         """Return where the other ranks are, after this one has waited for them in a collective call for ``timeout_s``.
 
-        ``None`` where none of them has begun to send heartbeats, or the store is gone.
+        ``None`` where none of them has begun to send heartbeats, where all have waited as long, or the store is gone.
         """
         if self._store is None:
             return None
@@ -148,10 +150,15 @@ class Watchdog(threading.Thread):
         peers = [rank for rank in range(self._world.size) if rank != self._world.rank]
         with contextlib.suppress(RuntimeError, ValidationError):
             store.set(_ASKED, "")
+            store.set(f"{_EXPIRED}{self._world.rank}", "")
             while time.monotonic() < until and not all(rank in answers and answers[rank].stack for rank in peers):
                 time.sleep(_LEAST_INTERVAL_S)
-                for rank in (rank for rank in peers if store.check([_key(rank)])):
-                    answers[rank] = _Heartbeat.model_validate_json(store.get(_key(rank))).at
+                peers = [rank for rank in peers if not store.check([f"{_EXPIRED}{rank}"])]
+                answers = {
+                    rank: _Heartbeat.model_validate_json(store.get(_key(rank))).at
+                    for rank in peers
+                    if store.check([_key(rank)])
+                }
         if not answers:
             return None
         return hang.HangReport(timeout_s=timeout_s, ranks=tuple(answers.values()), setting=hang.COLLECTIVE_TIMEOUT)
