@@ -274,6 +274,7 @@ def test_what_no_checkpoint_keeps_and_that_none_is_the_best_is_said(
     assert said.count("criterion (Centre) changes in training and is in no checkpoint") == (not kept)
     assert said.count("is in no checkpoint") == (not kept)
     assert said.count("Without val_loss no checkpoint is the best one: set checkpoint.monitor=val_accuracy") == 1
+    assert "are not saved with the run" not in said, "a loop has no task with arguments"
 
 
 @pytest.mark.parametrize("how", ["break", "patience"])

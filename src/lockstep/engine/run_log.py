@@ -404,7 +404,8 @@ class RunLog:
         stops_early = self._patience > 0
         reported = " or ".join(other for other in metrics if row_name(other).startswith("val_"))
         text = f"Without {monitor} no checkpoint is the best one{', and the run does not stop early' * stops_early}: "
-        text += f"set checkpoint.monitor={reported}, or report {monitor}." if reported else "no evaluation reports it."
+        choice = f"set checkpoint.monitor={reported} and checkpoint.mode=min or max, or report {monitor}."
+        text += choice if reported else "no evaluation reports it."
         if name:
             text = f"There are several validation loaders: {name} is monitored. checkpoint.monitor sets another name."
         self.note_once("monitor_missing", text, "warning" if stops_early and not name else "info")

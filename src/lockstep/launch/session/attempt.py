@@ -30,6 +30,7 @@ from lockstep.telemetry.sinks import standard_sinks
 class LoopTask(Task):
     """The models and the data of a loop, for the plan."""
 
+    records_arguments = False
     #: Who calls ``set_epoch()`` of training data.
     epoch_caller: ClassVar[str] = "call it in the loop over session.epochs(), before batches()"
 
