@@ -351,8 +351,10 @@ def watched(
 
 def _waited_s(error: BaseException | None) -> float | None:
     """The time-out of the collective call that ``error`` comes from; ``None``: it has another reason."""
-    while error is not None:
+    checked = list[BaseException]()
+    while error is not None and error not in checked:  # an error may be the context of its own cause
         if (waited_s := expired_s(str(error))) is not None:
             return waited_s
+        checked.append(error)
         error = error.__cause__ or error.__context__
     return None
