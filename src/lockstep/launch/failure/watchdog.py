@@ -352,7 +352,7 @@ def watched(
 def _waited_s(error: BaseException | None) -> float | None:
     """The time-out of the collective call that ``error`` comes from; ``None``: it has another reason."""
     checked = list[BaseException]()
-    while error is not None and error not in checked:  # an error may be the context of its own cause
+    while error is not None and error not in checked:  # the context of a cause may be the error itself
         if (waited_s := expired_s(str(error))) is not None:
             return waited_s
         checked.append(error)
