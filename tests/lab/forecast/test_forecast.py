@@ -103,7 +103,7 @@ def test_differences_between_steps_are_jitter_unless_all_ranks_have_the_same() -
     parts = dict.fromkeys(("data", "forward", "backward", "optimizer", "other"), 2.0)
     row = {"mean_ms": 10.0, "step_ms_low": 10 - 0.6745, "step_ms_high": 10 + 0.6745, "parts_ms": parts}
     footprint = Counting(subject()).footprint(8, True)
-    assert step_of(footprint, [row], alike=False).jitter_s == pytest.approx(1e-3, rel=1e-3)
-    step = step_of(footprint, [row, {**row, "mean_ms": 14.4}], alike=True)
+    assert step_of(footprint, [row], ignores_jitter=False).jitter_s == pytest.approx(1e-3, rel=1e-3)
+    step = step_of(footprint, [row, {**row, "mean_ms": 14.4}], ignores_jitter=True)
     assert (step.jitter_s, step.seconds) == (0.0, pytest.approx(0.01))
     assert step.spread == pytest.approx(0.2)
