@@ -90,7 +90,7 @@ def test_own_time_ends_with_the_last_gradient_and_leaves_no_hook() -> None:
     before = time.perf_counter()
     model(torch.ones(1, 2)).backward()
     time.sleep(0.05)  # waiting for others
-    assert 0 <= own.stop() <= time.perf_counter() - before
+    assert 0 < own.stop() <= time.perf_counter() - before
     model(torch.ones(1, 2)).backward()
     assert own.stop() != own.stop(), "no gradient was seen: not a number"
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
@@ -180,7 +180,7 @@ def test_a_run_names_its_slow_rank_and_shows_every_ranks_memory(on_two: Trained)
         for state in row["ranks"]:
             assert 0 < state["memory_gb"] <= state["peak_gb"]
             assert state["step_s"] > 0
-    assert found[-1]["ranks"][1]["own_s"] >= 0.04
+    assert found[-1]["ranks"][1]["own_s"] >= 0.05
     assert found[-1]["slow_rank"] == 1
     assert len(on_two.warnings) == 1
     assert on_two.warnings[0].startswith("rank 1 is slow: it works")

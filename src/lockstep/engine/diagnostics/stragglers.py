@@ -108,18 +108,22 @@ class OwnTime:
         self._device = device
         self._began: Any = None
         self._marked: Any = None
-        self._queued_s = 0.0
+        #: At the start of the step, and at its last gradient so far.
+        self._queued_s = (0.0, 0.0)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def start(self) -> None:
         """The step begins that :meth:`stop` ends."""
         self.stop()
         self._began = moment(self._device)
-        self._queued_s = queued_s()
+        self._queued_s = (queued_s(), 0.0)
         trained = [p for p in self._parameters() if p.requires_grad]  # now: it may change between steps
         self._hooks = [p.register_post_accumulate_grad_hook(self._mark) for p in trained]
 
     def _mark(self, _: Tensor) -> None:
+        # Here and not in stop(): after the last gradient this rank waits for the others, and then for a core.
+        if self._device.type == "cpu":
+            self._queued_s = (self._queued_s[0], queued_s())
         self._marked = moment(self._device)
 
     def stop(self) -> float:
@@ -132,7 +136,7 @@ class OwnTime:
         if marked is None:
             return math.nan
         if isinstance(marked, float):
-            return max(0.0, between(self._began, marked) - (queued_s() - self._queued_s))
+            return max(0.0, between(self._began, marked) - (self._queued_s[1] - self._queued_s[0]))
         marked.synchronize()
         return between(self._began, marked)
 
