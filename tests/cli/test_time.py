@@ -40,6 +40,17 @@ def test_an_estimate_after_three_steps_and_in_the_plan(
     assert seconds(found[1]) == pytest.approx(epoch_s, abs=0.6)
     assert seconds(found[2]) == pytest.approx(40 * epoch_s, rel=0.02, abs=0.6)
 
+    # The plan knows the time from these steps, and how long they waited for input.
+    measured = lockstep.Run()
+    speed = measured.history[0]["samples_per_s"]
+    assert steps * 2 / speed == pytest.approx(epoch_s, rel=0.02)
+    assert main(["plan", *settings]) == 0
+    printed = capsys.readouterr().out
+    found = re.search(rf"about ([\d.:]+(?: s)?) and the run .* of {measured.id}, .* input (\d+)% of the time", printed)
+    assert found is not None, printed
+    assert seconds(found[1]) == pytest.approx(epoch_s, abs=0.6)
+    assert int(found[2]) == round(100 * measured.steps[-1]["data_wait_share"])
+
     assert main(["train", *settings[:4], "1", *settings[5:], "--save-dir", "runs/earlier"]) == 0
     speed = lockstep.Run("earlier").history[0]["samples_per_s"]
     capsys.readouterr()

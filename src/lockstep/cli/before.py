@@ -44,6 +44,7 @@ def plan(task: TaskName = None, /, *, settings: Flags = NO_SETTINGS, as_json: As
 def _expected_time(plan: Plan, runs_dir: Path) -> str:
     """Describe how long the run takes, at the speed of the newest run of this task on the same devices."""
     from lockstep.planning.schedule import DEV_STEPS
+    from lockstep.rundir.files import last_row
     from lockstep.rundir.summary import read_runs, summarize
 
     placement = (plan.placement["devices"], plan.placement["precision"])
@@ -52,15 +53,17 @@ def _expected_time(plan: Plan, runs_dir: Path) -> str:
             continue
         summary = summarize(run, record)
         speed = summary["samples_per_s"]
-        if speed and (summary["step"] or 0) > DEV_STEPS and (summary["devices"], summary["precision"]) == placement:
+        if speed and (summary["step"] or 0) >= DEV_STEPS and (summary["devices"], summary["precision"]) == placement:
             epoch_s = plan.batch.samples / speed
             run_s = plan.total_steps * plan.batch.global_batch / speed
+            waiting = (last_row(run.steps_file) or {}).get("data_wait_share", 0.0)
             return (
                 f"an epoch takes about {duration(epoch_s)} and the run {duration(run_s)}, without evaluations, at the "
-                f"{speed:,.0f} samples/s of {run.path.name}"
+                f"{speed:,.0f} samples/s of {run.path.name}, which waited for input {waiting:.0%} of the time"
             )
     return (
-        "no run of this task on these devices was measured yet: --fast-dev-run of `lockstep train` estimates its time"
+        "no run of this task on these devices was measured yet: the same command with `train` in place of `plan`, and "
+        f"--fast-dev-run, measures {DEV_STEPS} steps and their input; then `plan` gives the time of the run"
     )
 
 

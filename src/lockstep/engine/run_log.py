@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import Steady
 from lockstep.data.requests import BatchRequest, Window
-from lockstep.engine.diagnostics.step_times import StepTimes
 from lockstep.engine.diagnostics.stragglers import RankWatch, Throughput
 from lockstep.engine.rank_context import RankContext, pins
 from lockstep.engine.resume import manifest_of
@@ -30,6 +29,7 @@ from lockstep.errors import NonFiniteError, many
 from lockstep.events import EpochEnded, Evaluated, Note, RunEnded, RunStarted, StepLogged
 from lockstep.rundir.files import JsonLines, read_jsonl
 from lockstep.rundir.heartbeat import Activity, pulse
+from lockstep.telemetry.console import duration
 from lockstep.telemetry.loggers import monitored, row_name
 
 
@@ -128,7 +128,7 @@ class RunLog:
         self._epoch_speed = self._speed.since(self._epoch)
         self._interval_sums = self.losses.read()
         self._skipped_before = state.step, state.skipped_steps
-        self._step_times = StepTimes(rank.device) if rank.config.debug.fast_dev_run else None
+        self._first_step = state.step + 1
         self._noted = set[str]()
         self._left_out = 0
         self._ranks = RankWatch(rank, timed, self._speed, state.step)
@@ -210,10 +210,19 @@ class RunLog:
     def step(self, samples: int, waited_s: float) -> None:
         """A step is done: ``samples`` over all ranks, ``waited_s`` seconds of it spent waiting for input."""
         self._speed.add(samples, waited_s)
-        if self._step_times is not None:
-            self._step_times.add(waited_s)
+        if self._rank.config.debug.fast_dev_run and self._first_step < self.total:
+            self._leave_first_step_out()
         self._rank.heartbeat(self.state.step, self.total)
         pulse.at(Activity.HOOKS, self.state.step)
+
+    def _leave_first_step_out(self) -> None:
+        """Begin every measurement of speed after the first step, which is slower, and end it with the last step."""
+        if self._rank.device.type == "cuda":
+            torch.cuda.synchronize(self._rank.device)
+        if self.state.step == self._first_step:
+            self._epoch = self._interval = self._speed.mark()
+        elif self.state.step == self.total:
+            self.pause()
 
     def time_own_work(self) -> None:
         """The step that starts now will be logged."""
@@ -445,10 +454,24 @@ class RunLog:
         state = self.state
         ended = self.ended_by or EndedBy.COMPLETED
         rank = self._rank
-        if self._step_times is not None:
-            text = self._step_times.estimate(rank.plan.batch.steps_per_epoch, rank.config.training.epochs)
-            rank.note("estimate", text)
+        if rank.config.debug.fast_dev_run:
+            rank.note("estimate", self._estimate())
         rank.sink.emit(RunEnded(ended.status, state.step, final, state.best_epoch, state.best_metric, self.elapsed_s))
         code = 128 + (rank.stop_signal() or 15) if ended is EndedBy.SIGNAL else 0
         best = dict(state.best_metric)
         return RunResult(ended.status, code, rank.run_dir.path, state.step, final, state.best_epoch, best)
+
+    def _estimate(self) -> str:
+        """Describe how long an epoch and the run take, at the speed of the last epoch's steps after the first."""
+        timed = self.state.step - self._first_step
+        if timed < 1:
+            return "No estimate: an epoch has a single step, and the first one is slower than the others."
+        speed = self._epoch_speed
+        steps = self._rank.plan.batch.steps_per_epoch
+        epochs = self._rank.config.training.epochs
+        step_s = speed.seconds / timed
+        epoch_s = steps * step_s
+        whole = f"An epoch takes about {duration(epoch_s)} and {many(epochs, 'epoch')} {duration(epochs * epoch_s)}"
+        waited_s = speed.data_wait_share * step_s
+        parts = f"{steps} steps of {1e3 * step_s:.3g} ms, of which {1e3 * waited_s:.2g} ms wait for input"
+        return f"{whole}, without evaluations: {parts} (mean of {many(timed, 'step')} after the first)."

@@ -20,7 +20,7 @@ from lockstep.planning.decision import Decision, Frozen, decide
 
 #: Divisor of the rate at the start of ``onecycle``.
 ONE_CYCLE_START = 25.0
-#: Steps of a run with ``debug.fast_dev_run``: the first one is slower than the others, which are timed.
+#: Steps of a run with ``debug.fast_dev_run``; the speed is that of the steps after the first, which is slower.
 DEV_STEPS = 3
 
 
