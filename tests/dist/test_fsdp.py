@@ -188,7 +188,7 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
         found.append(float(reduced.total) / float(reduced.count))
         norms.append(float(update.grad_norm) if update.grad_norm is not None else 0.0)
         flags.append(reduced.flags)
-    strategy.check_buffers()
+    strategy.passes.buffers.check()
     state = gathered({"model": model.state_dict(), "update": update.state_dict()}, keep=True)
     update.load_state_dict(state["update"])
     again = gathered(update.state_dict()["optimizer"]["state"], keep=True)

@@ -119,7 +119,7 @@ class TaskTraining(Training):
         self, task: Task, datasets: Datasets, parts: Parts, log: RunLog, source: Source, trace: Trace | None
     ) -> None:
         rank = parts.rank
-        super().__init__(rank, log, parts.strategy.module, (parts.update,), compares=rank.config.debug.trace == "off")
+        super().__init__(rank, log, parts.strategy.passes, (parts.update,), compares=rank.config.debug.trace == "off")
         self._task = task
         self._datasets = datasets
         self._parts = parts
@@ -272,9 +272,6 @@ class TaskTraining(Training):
         return metrics
 
     # Checkpoints.
-
-    def _check_buffers(self) -> None:
-        self._parts.strategy.check_buffers()
 
     def _whole(self, content: dict[str, Any]) -> dict[str, Any]:
         return self._parts.strategy.whole(content, self.rank.collectives, keep=self.rank.writer is not None)

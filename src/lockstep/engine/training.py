@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
-
 from lockstep.checkpoint.content import check_saveable
 from lockstep.checkpoint.writer import Steady
 from lockstep.engine.distributed.buffers import check_agreement
@@ -21,6 +19,7 @@ from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import frozen_names
 from lockstep.engine.run_log import RunLog
+from lockstep.engine.strategies.base import Passes
 from lockstep.rundir.heartbeat import Activity, pulse
 
 
@@ -30,18 +29,19 @@ class Training:
     Rank 0 writes checkpoints in the background, or each rank its part.
 
     Args:
-        module: the trained modules.
+        passes: the trained modules, with their buffers.
         updates: of the optimizers; the first one has the averages of all weights, and the rate of the rows.
         compares: whether the ranks' weights are compared before they are saved.
     """
 
     def __init__(
-        self, rank: RankContext, log: RunLog, module: nn.Module, updates: Sequence[Update], *, compares: bool = True
+        self, rank: RankContext, log: RunLog, passes: Passes, updates: Sequence[Update], *, compares: bool = True
     ) -> None:
         self.rank = rank
         self.log = log
         self.state = log.state
-        self._module = module
+        self.passes = passes
+        self._module = passes.module
         self._updates = updates
         self._divides = rank.plan.strategy.divides
         self._compares = compares and not self._divides
@@ -103,7 +103,7 @@ class Training:
         if self._saved_at == position and not best:
             return
         self._saved_at = position
-        self._check_buffers()
+        self.passes.buffers.check()
         for update in self._updates if self._compares else ():
             check_agreement(self._module, update.optimizer, rank.collectives)
         self.log.saved()
@@ -139,9 +139,6 @@ class Training:
         if not self._divides:
             state.frozen = frozen_names(self._module)
         return {"state": self.log.current_state()}
-
-    def _check_buffers(self) -> None:
-        raise NotImplementedError
 
     def _whole(self, content: dict[str, Any]) -> dict[str, Any]:
         """``content`` from the parts that ranks have, on ranks with a writer. Collective if the model is divided."""

@@ -77,7 +77,7 @@ class Validation:
 
     def run(self) -> dict[str, float]:
         """The numbers among the metrics of the validation data, named ``val_…``; the task's remarks are emitted."""
-        self._parts.strategy.check_buffers()
+        self._parts.strategy.passes.buffers.check()
         with self._parts.update.averages.in_use(), evaluation(self._task, self._module, self._parts.callbacks):
             rest = [*self._datasets.named.items()][1:]  # the first one is the last evaluated, and shown
             evaluations = {f"{name}_": self._evaluate(dataset, self._chunks) for name, dataset in rest}

@@ -151,7 +151,7 @@ def train(
 
 def check_often(strategy: Any, step: int) -> None:
     if step % 2:
-        strategy.check_buffers()
+        strategy.passes.buffers.check()
 
 
 MERGED = {"count": "sum", "level": "mean", "highest": "max"}

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.data.requests import BatchRequest, Window, readable
 from lockstep.engine.distributed.buffers import Buffers
-from lockstep.engine.distributed.staging import arrival
-from lockstep.engine.distributed.sync_batchnorm import convert, ghost
+from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.loss import checked_sum
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import LossMeter, RunLog, as_numbers
@@ -27,7 +26,7 @@ from lockstep.engine.session.stepper import (
     build_steppers,
     lanes_of,
 )
-from lockstep.engine.strategies.base import SeededDraws
+from lockstep.engine.strategies.base import Passes
 from lockstep.engine.strategies.reducers import Flags, Reduced
 from lockstep.engine.training import Training
 from lockstep.errors import TaskError, UnsupportedError
@@ -81,19 +80,19 @@ class SessionTraining(Training):
         timed = tuple if self._shards else module.parameters
         log = RunLog(rank, resumed.state, timed, ends_at_total=max_steps is not None)
         log.total = max_steps or log.total  # the plan knows of an epoch's first loop only
-        super().__init__(rank, log, module, [stepper.update for stepper in self.steppers.values()])
-        #: By optimizer; the log has that of the first one.
-        self._losses = {name: LossMeter(rank.device) for name in self.steppers}
-        self._losses[next(iter(self.steppers))] = self.log.losses
         mode: Any = "exact" if exact else "ranks" if rank.collectives.size > 1 else "alone"
         prefix = f"{next(iter(prepared.models))}." if len(prepared.models) == 1 else ""
         self._buffers = Buffers(module, rank.device, mode, ("before session.prepare()", prefix))
+        passes = Passes(module, self._buffers, plan.seed, [rank.device])
+        super().__init__(rank, log, passes, [stepper.update for stepper in self.steppers.values()])
+        #: By optimizer; the log has that of the first one.
+        self._losses = {name: LossMeter(rank.device) for name in self.steppers}
+        self._losses[next(iter(self.steppers))] = self.log.losses
         self._lanes = lanes_of(rank, self._buffers)
-        self.draws = SeededDraws(plan.seed, [rank.device])
+        self.draws = passes.draws
         self._generator = torch.Generator(rank.device)
         self._part = 0
         self._is_seeded = False
-        self._arrive = arrival(rank.device)
         self._around = contextlib.ExitStack()
         self.stream: Any = None
         self.window: Window | None = None
@@ -156,15 +155,12 @@ class SessionTraining(Training):
             self._calls = 0
             self.is_ghost = request.ghost
             self._is_seeded = False
-            self._buffers.rewind()
-            self.draws(self.state.step, self._part)
             try:
+                arrived = self.passes.begin(batch, self.state.step, self._part)
                 if request.ghost:
-                    self._around.enter_context(ghost(self._module))
-                    self._around.enter_context(self._buffers.untouched())
+                    self._around.enter_context(self.passes.uncounted())
                     if self._shards:
                         self._around.enter_context(self._shards.silent())
-                arrived = self._arrive(batch)
                 self._follow(arrived)
                 yield arrived
             except GeneratorExit:
@@ -444,9 +440,6 @@ class SessionTraining(Training):
         return self.state.epoch * samples + (samples if self.stage else self.state.position)
 
     # Checkpoints.
-
-    def _check_buffers(self) -> None:
-        self._buffers.check()
 
     def _whole(self, content: dict[str, Any]) -> dict[str, Any]:
         return self._shards.whole(content, keep=self.rank.writer is not None) if self._shards else content

@@ -7,7 +7,7 @@ After :meth:`Strategy.gradients` every rank has, in ``p.grad``, the same reduced
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -57,6 +57,36 @@ class SeededDraws:
         return dropout_seed(self._seed, step, part, number, purpose or self._purpose)
 
 
+class Passes:
+    """The surroundings of a forward pass, of a task and of a session: the device, random draws, and buffers.
+
+    Args:
+        module: all modules that are trained.
+        buffers: of ``module``.
+        seed: of the draws.
+        devices: that draw random numbers, the one of the batches first.
+    """
+
+    def __init__(self, module: nn.Module, buffers: Buffers, seed: int, devices: Sequence[torch.device]) -> None:
+        self.module = module
+        self.buffers = buffers
+        self.draws = SeededDraws(seed, devices)
+        #: Moves a batch to the device.
+        self.arrive = arrival(devices[0])
+
+    def begin(self, batch: Any, step: int, part: int) -> Any:
+        """Begin the micro-batch ``part`` of a step, and return its ``batch`` on the device."""
+        self.buffers.rewind()
+        self.draws(step, part)
+        return self.arrive(batch)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Passes inside join the collectives of ranks that have samples, and leave no trace in buffers."""
+        with ghost(self.module), self.buffers.untouched():
+            yield
+
+
 class Replica(NamedTuple):
     """What one process trains. ``forward`` stands in for ``module`` in the task's loss: wrapped, or ``compiled``.
 
@@ -81,7 +111,7 @@ class Strategy:
     Attributes:
         module: the model, with the modules beside it (:class:`.Trained`): saved, evaluated and optimized.
         divided_by: the strategy that has given each rank a part of the parameters, so that reading all is collective.
-        draws: sets the random generators for each sample or micro-batch.
+        passes: the surroundings of its forward passes.
         sums_in_half: whether the task has summed a loss in half precision.
         watching: makes the context for parts of a forward pass outside the task's loss.
     """
@@ -101,23 +131,17 @@ class Strategy:
         self._trainable = TrainedParameters(dict(self.module.named_parameters()), self.divided_by)
         self._parameters = list(self.module.parameters())
         self._precision = replica.precision
-        #: ``self._arrived(batch)``: on the device.
-        self._arrived = arrival(self._device)
         self._graphs = replica.compiled and self._device.type == "cuda"
-        self.draws = SeededDraws(replica.seed, replica.devices or (self._device,))
-        self._buffers = Buffers(self.module, self._device, self._merges)
+        buffers = Buffers(self.module, self._device, self._merges)
+        self.passes = Passes(self.module, buffers, replica.seed, replica.devices or (self._device,))
         self._follow()
 
     def gradients(self, window: Window, batches: Iterator[Any], step: int, flags: Flags) -> Reduced:
         """Compute and reduce the gradients of ``window``; ``batches``: of its requests, in order."""
         self._begin()
         reduced = self._reduced_gradients(window, batches, step, flags)
-        self._buffers.end(window)
+        self.passes.buffers.end(window)
         return reduced
-
-    def check_buffers(self) -> None:
-        """Before buffers are saved or used in evaluation: ranks agree on them. Collective."""
-        self._buffers.check()
 
     def evaluating(self, task: Task) -> Task:
         """``task`` as evaluation must ask it."""
@@ -139,7 +163,7 @@ class Strategy:
             self._clear()
             self._adapt()
         self._clear()
-        self._buffers.begin()
+        self.passes.buffers.begin()
 
     def _follow(self) -> None:
         """Sum the gradients of the parameters that are trained now."""
@@ -181,7 +205,7 @@ class Strategy:
         """Join the collective forward of ranks that have samples; leave no trace in gradients and buffers."""
         gradients = [parameter.grad for parameter in self._parameters]
         self._clear()
-        with ghost(self.module), self._buffers.untouched():
+        with self.passes.uncounted():
             total, _ = self._forward_pass(batch, 0, 0)
             self._backward(total)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -195,12 +219,9 @@ class Strategy:
 
     def _forward_pass(self, batch: Any, step: int, part: int) -> tuple[Tensor, Tensor | int]:
         if isinstance(batch, Unreadable):
-            with ghost(self.module), self._buffers.untouched():
+            with self.passes.uncounted():
                 return without_count(*self._forward_pass(batch.stand_in, step, part))
-        batch = self._arrived(batch)
-        self._buffers.rewind()
-        self.draws(step, part)
-        return self._computed(batch)
+        return self._computed(self.passes.begin(batch, step, part))
 
     def _computed(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         """Compute the loss of a batch on the device, with its random draws."""

@@ -229,7 +229,7 @@ class ExactStrategy(Strategy):
         super().__init__(replica)
 
     def _make_reducer(self) -> Reducer:
-        self._lanes = LaneSums(self._trained, self._buffers, self._device, self._world)
+        self._lanes = LaneSums(self._trained, self.passes.buffers, self._device, self._world)
         return self._lanes
 
     def _micro_batch(self, request: BatchRequest, batch: Any, step: int, index: int, *, is_last: bool) -> None:

@@ -8,7 +8,7 @@ denominators of DDP, norm and finiteness of the *whole* gradient, ranks without 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import chain, pairwise
 from typing import Any, cast
 
@@ -26,7 +26,6 @@ from lockstep.data.requests import BatchRequest
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, restored
 from lockstep.engine.distributed.staging import all_reduce
-from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.optim.precision import TYPES, Precision
 from lockstep.engine.partition import (
     Divided,
@@ -163,7 +162,10 @@ class FsdpStrategy(RanksStrategy):
         return step_sums(self._device, float(dist.get_world_size()))
 
     def _micro_batch(self, request: BatchRequest, batch: Any, step: int, index: int, *, is_last: bool) -> None:
-        with self._sits_out() if request.ghost else nullcontext():
+        with ExitStack() as around:
+            if request.ghost:  # its passes leave no trace, here or in the reduction
+                around.enter_context(self._sharded.silent())
+                around.enter_context(self.passes.uncounted())
             total, count = self._forward_pass(batch, step, self._rank + (index << 16))
             if not request.ghost:
                 self._reducer.add(total, count, is_last=is_last)
@@ -182,12 +184,6 @@ class FsdpStrategy(RanksStrategy):
     def _backward(self, total: Tensor) -> None:
         with self.watching():  # activation checkpointing makes parts of the forward pass again
             super()._backward(total)
-
-    @contextmanager
-    def _sits_out(self) -> Iterator[None]:
-        """A forward and a backward inside leave no trace, here or in the reduction."""
-        with self._sharded.silent(), ghost(self.module), self._buffers.untouched():
-            yield
 
 
 def through(root: nn.Module, function: Callable[..., Any], batch: Any) -> Any:
