@@ -153,7 +153,7 @@ def two_epochs(rank: int, ranks: int, case: Case, per_step: int, folder: Path | 
     )
     precision, sharded = Precision("32", CPU, 2.0**-4), None
     if case.batchnorm and not alone:
-        model = convert(model, None)
+        model = convert(model)
     task: Task = Watched(Weighted(), model, ("dropout",)) if case.dropout else Weighted()
     if not alone:
         config = FsdpConfig(

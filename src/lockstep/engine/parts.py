@@ -65,7 +65,7 @@ def build_parts(rank: RankContext, task: Task, datasets: Datasets, snapshot: Sna
     if snapshot is None:
         load_initial_weights(model, config.init_from, rank.collectives)
     if plan.sync_batchnorm:
-        model = convert(model, None)
+        model = convert(model)
     model = cast(model, plan.placement["precision"])
     divided = None
     if plan.strategy.divides:

@@ -82,7 +82,7 @@ class ModuleFit:
         if self._snapshot is None:
             load_initial_weights(module, rank.config.init_from, rank.collectives)
         if plan.sync_batchnorm:
-            convert(module, None)
+            convert(module)
         with (
             quiet_trainer(),
             replaced_loaders([data, module], self._training_loader, self._evaluation_loader, seed=plan.seed),

@@ -125,7 +125,7 @@ def train(
         has_batchnorm=sync is not None, sync_batchnorm=bool(sync) and ranks > 1,
     )  # fmt: skip
     if sync and ranks > 1:
-        model = convert(model, None)
+        model = convert(model)
     precision = Precision("32", CPU, 2.0**-3)
     replica = Replica(Sum(), model, precision, CPU, 0, rank)
     strategy: Strategy

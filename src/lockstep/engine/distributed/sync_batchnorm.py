@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep._compat.torch import BatchNorm, check_input_dim
-from lockstep.engine.distributed.staging import Group, all_gather_rows, all_reduce, world_size
+from lockstep.engine.distributed.staging import all_gather_rows, all_reduce, world_size
 from lockstep.errors import RunError, UnsupportedError
 
 
@@ -36,13 +36,12 @@ class Statistics(NamedTuple):
 
 
 class SyncedBatchNorm(BatchNorm):
-    """BatchNorm over the batches of all ranks of a group; in evaluation an ordinary BatchNorm. Made by :func:`convert`.
+    """BatchNorm over the batches of all ranks; in evaluation an ordinary BatchNorm. Made by :func:`convert`.
 
     Input [N, C, …], where N differs between ranks and may be 0. A forward in training is collective, and so is its
-    backward. Half-precision input keeps its type; its statistics are float32. A copy belongs to the default group.
+    backward. Half-precision input keeps its type; its statistics are float32.
     """
 
-    group: Group = None
     #: Joins the collectives with a count of zero and gives zero gradients; see :func:`ghost`.
     ghost: bool = False
 
@@ -56,15 +55,12 @@ class SyncedBatchNorm(BatchNorm):
         if local > 1 or self._has_variance(batch, input):
             self._track(batch)
         normalise = cast(Any, _Normalise.apply)
-        output: Tensor = normalise(input, self.weight, self.bias, *batch, self.eps, local, self.group)
+        output: Tensor = normalise(input, self.weight, self.bias, *batch, self.eps, local)
         return output
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "group": None}
 
     @torch.no_grad()
     def _gather(self, input: Tensor, local: int) -> Statistics:
-        """Statistics over the group, of which ``local`` values per channel are here."""
+        """Statistics over all ranks, of which ``local`` values per channel are here."""
         kind = torch.float32 if input.dtype in {torch.float16, torch.bfloat16} else input.dtype
         row = torch.zeros(1 + 2 * self.num_features, dtype=torch.float64, device=input.device)
         if local:
@@ -73,7 +69,7 @@ class SyncedBatchNorm(BatchNorm):
             mean = input.sum(dims, dtype=kind) / local
             spread = (input - _per_channel(mean, input)).square_().sum(dims)
             torch.cat([row.new_full((1,), local), mean, spread], out=row)
-        rows = all_gather_rows(row, self.group)
+        rows = all_gather_rows(row, None)
         counts = rows[:, :1]
         means, spreads = rows[:, 1:].chunk(2, dim=1)
         values = counts.sum()
@@ -87,7 +83,7 @@ class SyncedBatchNorm(BatchNorm):
         """Whether there are two values. It waits for the device, so only a rank that has fewer itself asks."""
         values = float(batch.values)
         if values == 1:
-            ranks = world_size(self.group)
+            ranks = world_size(None)
             raise RunError(
                 f"BatchNorm cannot train on one value: {ranks} ranks have one for each channel together",
                 why=f"the variance of one value is 0 (the input of this rank has the size {tuple(input.shape)}); where "
@@ -154,12 +150,10 @@ class _Normalise(torch.autograd.Function):
         values: Tensor,
         eps: float,
         local: int,
-        group: Group,
     ) -> Tensor:
         ctx.save_for_backward(input, weight, mean, var, values)
         ctx.eps = eps
         ctx.local = local
-        ctx.group = group
         if local == 0:
             # Of a ghost's input only the shape is used: it cannot bring a NaN along.
             constant = torch.zeros_like(input)
@@ -178,7 +172,7 @@ class _Normalise(torch.autograd.Function):
         grad_input = None
         if wants_input:
             # All ranks come here or none does: it is a property of the model.
-            products, totals = (all_reduce(sums, ctx.group) / values.clamp(min=1).to(sums.dtype)).chunk(2)
+            products, totals = (all_reduce(sums, None) / values.clamp(min=1).to(sums.dtype)).chunk(2)
             if ctx.local:
                 scale = inverse if weight is None else inverse * weight
                 grad_input = F.batch_norm(
@@ -205,8 +199,8 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def convert(module: nn.Module, group: Group = None) -> nn.Module:
-    """Make every BatchNorm layer in ``module`` a :class:`SyncedBatchNorm` over ``group``; returns ``module``.
+def convert(module: nn.Module) -> nn.Module:
+    """Make every BatchNorm layer in ``module`` a :class:`SyncedBatchNorm`; returns ``module``.
 
     Layers change class in place (as torch's lazy modules do), so hooks, shared layers and references to them held
     elsewhere stay valid, and ``isinstance(layer, nn.BatchNorm2d)`` stays true.
@@ -221,7 +215,6 @@ def convert(module: nn.Module, group: Group = None) -> nn.Module:
             )
     for _, layer in layers:
         layer.__class__ = cast(type[SyncedBatchNorm], _synced(type(layer)))
-        cast(SyncedBatchNorm, layer).group = group
     return module
 
 

@@ -70,7 +70,7 @@ class SessionTraining(Training):
         plan = rank.plan
         exact = rank.plan.reproducibility == "exact"
         if plan.sync_batchnorm:
-            convert(module, None)
+            convert(module)
         self._shards = prepared.divided(rank)
         self.precision = SharedPrecision(plan.placement["precision"], rank.device, plan.pre_scale)
         self._sharing = prepared.sharing()
