@@ -1,6 +1,6 @@
 """The loop of a task on one rank: its steps, evaluations, epochs and end.
 
-The loop is a generator of finished steps. It sees windows, a strategy and an update, never a device.
+It sees windows, and parts that take their steps, never a device.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,11 +18,10 @@ from lockstep.data.requests import Source, Window
 from lockstep.data.stream import Stream
 from lockstep.engine.diagnostics.profiler import profiled
 from lockstep.engine.diagnostics.step_trace import Trace
-from lockstep.engine.parts import Parts
+from lockstep.engine.parts import Parts, StepResult
 from lockstep.engine.resume import load_best
 from lockstep.engine.run_log import RunLog, record_samples
 from lockstep.engine.state import EndedBy, RunResult
-from lockstep.engine.strategies.reducers import Flags
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training import Training
 from lockstep.engine.training_data import begin_epoch, loaded, walk
@@ -43,42 +40,6 @@ _NOTHING_COUNTED = (
     "Epoch {epoch} has trained nothing: in none of its steps did the loss have items and a finite value. A count of 0 "
     "says that all samples are left out (weights, ignored labels)."
 )
-
-
-@dataclass(slots=True)
-class StepResult:
-    """A finished optimizer step. ``loss_total`` and ``loss_count`` sum over all ranks, on the device."""
-
-    step: int
-    window: Window
-    lr: float
-    loss_total: Tensor
-    loss_count: Tensor | float
-    epoch_ended: bool
-    flags: Flags | None
-
-
-def training_steps(
-    parts: Parts, windows: Iterator[Window], batches: Iterator[Any], requested: Callable[[], Flags]
-) -> Iterator[StepResult]:
-    """Run one optimizer step per window and yield its result; the state is already updated when a result is yielded.
-
-    Args:
-        windows: this rank's part of each step (:func:`lockstep.data.requests.windows`).
-        batches: the batch of each request of each window, in order.
-        requested: this rank's requests, on which all ranks must agree (stop, time, save).
-    """
-    strategy = parts.strategy
-    update = parts.update
-    state = parts.state
-    batch = parts.rank.plan.batch
-    norm_every = parts.rank.config.telemetry.log_interval
-    for window in windows:
-        reduced = strategy.gradients(window, batches, state.step, requested())
-        update.apply(state.step, reduced.count, reduced.divisor, want_norm=(state.step + 1) % norm_every == 0)
-        state.advance(len(window.requests), window.size, window.epoch, window.stop)
-        ended = batch.window(window.stop) is None
-        yield StepResult(state.step, window, update.rates.lr, reduced.total, reduced.count, ended, reduced.flags)
 
 
 class TimedBatches:
@@ -148,39 +109,52 @@ class TaskTraining(Training):
         return log.finish(final)
 
     def _train(self) -> None:
-        """Take steps until the run ends."""
-        rank = self.rank
-        state = self.state
+        """Take steps until the run ends. Comments name the calls by which the loop of a session does the same."""
         log = self.log
         trace = self._trace
-        epoch = state.epoch
-        position = state.position
-        loader = loaded(
-            self._source,
-            rank.plan,
-            rank.world,
-            epoch=epoch,
-            position=position,
-            settled=self._validation.settle_loader,
-        )
-        batches = TimedBatches(loader if trace is None else trace.batches(loader))
-        self._task_hooks = self._task.hooks()
-        self._parts.train()
-        self._task._lockstep_context.is_training = True
-        log.unpause()
-        pulse.at(Activity.FIRST_STEP, state.step)
-        with contextlib.closing(loader):
-            windows = self._begin_windows(walk(rank.plan, rank.world, epoch=epoch, position=position))
-            steps = training_steps(self._parts, windows, batches, lambda: log.requests(state.step + 1))
-            with profiled(rank, steps, state.step) if rank.config.telemetry.profile else nullcontext(steps) as watched:
+        with self._opened() as (windows, batches):  # batches()
+            # backward() of each micro-batch, and step()
+            steps = (self._parts.step(window, batches, log.requests(self.state.step + 1)) for window in windows)
+            with profiled(self.rank, steps, self.state.step) as watched:
                 for step in watched:
                     log.step(step.window.size, batches.waited_s())
-                    self._end_window(step)
+                    self._finish_step(step)  # log()
+                    ends_epoch = step.epoch_ended or step.step >= self.rank.plan.total_steps
+                    if ends_epoch:
+                        self._end_epoch(step)  # evaluate(), and the end of epochs()
+                    elif self._is_due(step.step):
+                        self._validate_within_epoch()
+                    log.end_step(step.flags, None if ends_epoch else self.save)
+                    if trace is not None:
+                        trace.after_hooks(step.step, merged=self.saved_at == step.step)
                     if log.ended_by is not None:
                         break
         log.flush()
         if trace is not None:
             trace.write()
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[Iterator[Window], TimedBatches]]:
+        """Begin to train: yields the windows from where the run is to its end, and their batches."""
+        rank = self.rank
+        state = self.state
+        loader = loaded(
+            self._source,
+            rank.plan,
+            rank.world,
+            epoch=state.epoch,
+            position=state.position,
+            settled=self._validation.settle_loader,
+        )
+        self._task_hooks = self._task.hooks()
+        self._parts.train()
+        self._task._lockstep_context.is_training = True
+        self.log.unpause()
+        pulse.at(Activity.FIRST_STEP, state.step)
+        windows = walk(rank.plan, rank.world, epoch=state.epoch, position=state.position)
+        with contextlib.closing(loader):
+            batches = loader if self._trace is None else self._trace.batches(loader)
+            yield self._begin_windows(windows), TimedBatches(batches)
 
     def _begin_windows(self, windows: Iterator[Window]) -> Iterator[Window]:
         """Begin the epoch and the step of each window. It is asked for right before its step."""
@@ -200,31 +174,21 @@ class TaskTraining(Training):
             self._callback("on_step_start")
             yield window
 
-    def _end_window(self, step: StepResult) -> None:
-        """Call what follows a step, and decide whether the run ends here."""
-        log = self.log
-        trace = self._trace
+    def _finish_step(self, step: StepResult) -> None:
+        """Sum the loss, average weights, call callbacks and hooks, and emit the row of a log interval."""
         parts = self._parts
-        ends_epoch = step.epoch_ended or step.step >= self.rank.plan.total_steps
-        if trace is not None:
-            trace.after_update(step.window.requests, step.loss_total, step.loss_count)
-        log.losses.add(step.loss_total, step.loss_count)
+        if self._trace is not None:
+            self._trace.after_update(step.window.requests, step.loss_total, step.loss_count)
+        self.log.losses.add(step.loss_total, step.loss_count)
         if parts.strategy.sums_in_half and math.isinf(step.loss_total):
-            log.note_once("loss_out_of_range", _OUT_OF_RANGE.format(step=step.step))
+            self.log.note_once("loss_out_of_range", _OUT_OF_RANGE.format(step=step.step))
         self.averages.update(step.step)
         self._callback("on_step_end")
         for hook, every in self._task_hooks:
             if step.step % every == 0:
                 self._scalars.update(hook(step, parts.model) or {})
-        if log.is_logged(step.step):
+        if self.log.is_logged(step.step):
             self.log_step(dict(self._scalars), is_empty=not float(step.loss_count))
-        if ends_epoch:
-            self._end_epoch(step)
-        elif self._is_due(step.step):
-            self._validate_within_epoch()
-        log.end_step(step.flags, None if ends_epoch else self.save)
-        if trace is not None:
-            trace.after_hooks(step.step, merged=self.saved_at == step.step)
 
     def _is_due(self, step: int) -> bool:
         """Whether an evaluation is due after ``step`` (``validation.every_steps``)."""

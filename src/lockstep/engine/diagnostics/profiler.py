@@ -33,6 +33,9 @@ def profiled(rank: RankContext, steps: Iterator[T], step: int) -> Iterator[Itera
     (logging, an evaluation) is in the trace too.
     """
     settings = rank.config.telemetry
+    if not settings.profile:
+        yield steps
+        return
     remark = partial(rank.note, "profile")
     first, last = map(int, str(settings.profile).split(":"))
     missing_ranks = ", ".join(str(number) for number in settings.profile_ranks if number >= rank.world.size)

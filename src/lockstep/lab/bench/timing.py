@@ -15,8 +15,7 @@ import torch
 from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import between, finish, moment
-from lockstep.engine.fit import StepResult, training_steps
-from lockstep.engine.parts import Parts, build_parts
+from lockstep.engine.parts import Parts, StepResult, build_parts
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.runtime import rank_device, runtime
 from lockstep.engine.strategies.reducers import Flags
@@ -125,8 +124,8 @@ def training(
         with contextlib.closing(loader):
             update = parts.update
             update.apply = watch.timed(update.apply, "optimizer", "other")  # type: ignore[method-assign]
-            steps = training_steps(parts, walk(plan, world), watch.timed_batches(loader), Flags)
-            yield parts, steps
+            batches = watch.timed_batches(loader)
+            yield parts, (parts.step(window, batches, Flags()) for window in walk(plan, world))
 
 
 def counted_steps(site: Site, case: Case, watch: Stopwatch, steps: Iterator[StepResult]) -> Iterator[int]:
