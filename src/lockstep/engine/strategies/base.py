@@ -53,7 +53,7 @@ class SeededDraws:
             generator.manual_seed(self.key(step, part, number))
 
     def key(self, step: int, part: int, number: int = 0, purpose: str = "") -> int:
-        """The seed of a micro-batch on the device at ``place``."""
+        """The seed of a micro-batch on the device with this ``number``."""
         return dropout_seed(self._seed, step, part, number, purpose or self._purpose)
 
 
@@ -192,7 +192,7 @@ class Strategy:
         return self._reducer.reduced(step)
 
     def _micro_batch(self, request: BatchRequest, batch: Any, step: int, index: int, *, is_last: bool) -> None:
-        """Forward and backward of the request at ``place`` in a window; ``is_last``: every rank is at its last one."""
+        """Forward and backward of the request at ``index`` in a window; ``is_last``: every rank is at its last one."""
         if request.ghost:
             self._ghost(batch)
             return

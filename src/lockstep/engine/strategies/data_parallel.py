@@ -28,7 +28,7 @@ def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
 
 
 def devices_for(samples: int, devices: int, min_samples: int) -> int:
-    """How many of ``devices`` torch may scatter ``samples`` to, so that each gets at least ``least``, or one gets all.
+    """How many of ``devices`` torch may scatter ``samples`` to, so that each gets ``min_samples``, or one gets all.
 
     It hands out ⌈samples/devices⌉ each, as ``torch.chunk`` does, and the rest to the last one.
     """
