@@ -173,7 +173,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, slots=True)
 class Restarted(Event):
-    """All ranks were started again after a failure, by the launcher: restart ``number`` of ``allowed``.
+    """All ranks were started again after a failure: restart ``number`` of ``allowed``.
 
     The run resumes from the checkpoint of ``from_step`` (0: from the beginning); ``lost_steps`` after it are repeated.
     ``reason``: the failure in one line.

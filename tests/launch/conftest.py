@@ -32,15 +32,15 @@ STUB = pack_call(rank_main, [])
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from lockstep.config import LaunchConfig
+from lockstep.launch.local.launcher import RankLimits
 from lockstep.launch.local.on_ranks import launch
 from lockstep.launch.local.worker import pack_call
 from lockstep.rundir.folder import RunDir
 from tests.launch.stub_worker import rank_main
 {prepare}
 os.environ["STUB"] = {actions!r}
-settings = LaunchConfig(**{options!r})
-code = launch(RunDir(Path({path!r})), {ranks}, pack_call(rank_main, []), settings=settings)
+limits = RankLimits(**{options!r})
+code = launch(RunDir(Path({path!r})), {ranks}, pack_call(rank_main, []), limits)
 print("code", code)
 sys.exit(code)
 """

@@ -6,7 +6,6 @@ Sessions join in the same way (:mod:`lockstep.launch.session.join`), and make th
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,12 +14,11 @@ from lockstep.config import RunConfig
 from lockstep.engine.attempt import run_attempt
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
-from lockstep.events import Fanout
+from lockstep.events import Fanout, Restarted
 from lockstep.hardware import World
-from lockstep.hardware.world import restart_count
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.meeting.membership import Team, meeting
-from lockstep.launch.meeting.preparation import Start, restarted_start
+from lockstep.launch.meeting.preparation import Start
 from lockstep.launch.meeting.supervision import supervise
 from lockstep.launch.process.signals import Stopped
 from lockstep.planning import Plan
@@ -66,14 +64,11 @@ def train(team: Team, start: Start, ending: ExitStack, launched: Rank | None = N
     )
 
 
-def train_as_launched(rank: Rank, config: RunConfig, plan: Plan, attempt: int, make_task: Callable[[], Task]) -> None:
+def train_as_launched(
+    rank: Rank, config: RunConfig, plan: Plan, attempt: int, restarted: Restarted | None, make_task: Callable[[], Task]
+) -> None:
     """Train as a rank of Lockstep's launcher, by the plan of its caller. Raises :class:`Stopped` after a stop."""
-    task = make_task()
-
-    def prepare(team: Team, ending: ExitStack) -> Start:
-        start = Start(rank.folder, task, config, None, plan, attempt, step=0)
-        return restarted_start(team, start) if restart_count(os.environ) else start
-
-    code = train_as_rank(rank.world, config, prepare, rank).exit_code
+    start = Start(rank.folder, make_task(), config, None, plan, attempt, step=0, restarted=restarted)
+    code = train_as_rank(rank.world, config, lambda team, ending: start, rank).exit_code
     if code:
         raise Stopped(code)

@@ -5,22 +5,29 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from lockstep.config import LaunchConfig, RunConfig, resolve
+from lockstep.config import RunConfig, resolve
 from lockstep.engine.state import RunResult
 from lockstep.errors import LockstepError, RankOutOfMemory
-from lockstep.events import Note
+from lockstep.events import Note, Restarted
 from lockstep.launch import rank
-from lockstep.launch.failure.report import INTERRUPTED, keep_failure, own_failure
+from lockstep.launch.failure import records
+from lockstep.launch.failure.report import INTERRUPTED, failure_line, keep_failure, own_failure
+from lockstep.launch.local.launcher import RankLimits
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.meeting.membership import Team
 from lockstep.launch.meeting.preparation import Start, TrainRequest, begin_attempt
+from lockstep.launch.process.signals import StopRequest
+from lockstep.launch.run_claim import resume_point, warn
 from lockstep.planning import Plan
+from lockstep.rundir.files import storing
 from lockstep.rundir.folder import RunDir
+from lockstep.rundir.heartbeat import announce
 from lockstep.tasks.registry import pack_task
 
 #: Maximum number of halvings after running out of memory (16 times smaller).
@@ -77,22 +84,8 @@ def _train_in_process(team: Team, start: Start) -> RunResult:
 
 def _train_on_ranks(start: Start) -> RunResult:
     run = start.run
-    code, _ = run_of_ranks(
-        run,
-        partial(
-            run_on_ranks,
-            rank.train_as_launched,
-            start.config,
-            start.plan,
-            start.attempt,
-            pack_task(start.task, start.config),
-            folder=run,
-            ranks=start.plan.placement["world_size"],
-            settings=launch_limits(start.config),
-            threads=start.plan.threads,
-            redirect=False,
-        ),
-    )
+    with StopRequest() as stop:  # between two starts of the ranks, too
+        code, _ = run_of_ranks(run, partial(_start_ranks, start, stop))
     record = run.read()
     beat = run.progress()
     return RunResult(
@@ -106,12 +99,62 @@ def _train_on_ranks(start: Start) -> RunResult:
     )
 
 
-def launch_limits(config: RunConfig) -> LaunchConfig:
-    """Time limits and restarts of the ranks of a run; a rank that stops completes the run's mirror."""
-    if config.storage.mirror is None:
-        return config.launch
-    grace_s = config.launch.stop_grace_s + config.storage.mirror_wait_s
-    return config.launch.model_copy(update={"stop_grace_s": grace_s})
+def _start_ranks(start: Start, stop: StopRequest) -> list[Any]:
+    """Train on ranks; after a failure on new ones, as often as ``launch.max_restarts`` allows."""
+    config = start.config
+    make_task = pack_task(start.task, config)
+    restarts = 0
+    while True:
+        try:
+            return run_on_ranks(
+                rank.train_as_launched,
+                config,
+                start.plan,
+                start.attempt,
+                start.restarted,
+                make_task,
+                folder=start.run,
+                ranks=start.plan.placement["world_size"],
+                limits=rank_limits(config, start.plan.threads, restarts),
+                redirect=False,
+            )
+        except LockstepError:
+            may_restart = records.read_launcher(start.run).may_restart and stop.requested is None
+            if restarts == config.launch.max_restarts or not may_restart:
+                raise
+        restarts += 1
+        start = _restarted(start, restarts, failure_line(start.run))
+
+
+def _restarted(start: Start, number: int, reason: str) -> Start:
+    """Begin the next attempt after a failure, at the latest checkpoint and with the same plan."""
+    run = start.run
+    beat = run.progress()
+    last_step = beat.step if beat else 0
+    announce(run.heartbeat_file, last_step, handing_over=True)  # the run is not lost
+    with storing(run.config_file):
+        edited = run.config_file.read_bytes()
+        run.keep_config(start.config)
+        is_restored = run.config_file.read_bytes() != edited
+    if is_restored:
+        warn(f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings")
+    point = resume_point(run, hold=True, report=warn)
+    step = point.step if point else 0
+    attempt = run.begin_attempt(start.plan.as_dict(), start.plan.placement, step)
+    allowed = start.config.launch.max_restarts
+    event = Restarted(number, allowed, attempt, step, max(0, last_step - step), reason)
+    return replace(start, attempt=attempt, step=step, restarted=event)
+
+
+def rank_limits(config: RunConfig, threads: int, restarts: int = 0) -> RankLimits:
+    """Limits of the ranks of a run; a rank that stops completes the run's mirror."""
+    mirror_s = 0.0 if config.storage.mirror is None else config.storage.mirror_wait_s
+    return RankLimits(
+        threads=threads,
+        stop_grace_s=config.launch.stop_grace_s + mirror_s,
+        restarts=restarts,
+        max_restarts=config.launch.max_restarts,
+    )
 
 
 def run_of_ranks(run: RunDir, start: Callable[[], list[Any]]) -> tuple[int, list[Any]]:

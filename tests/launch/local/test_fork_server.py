@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_info
 
 from lockstep.launch.local import fork_server
 from lockstep.launch.local.fork_server import LAUNCHER
+from lockstep.launch.local.launcher import RankLimits
 from lockstep.launch.local.on_ranks import launch, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.rundir.folder import RunDir
@@ -47,7 +48,7 @@ def test_launches_of_one_process_share_a_server_and_nothing_else(
         folder.mkdir()
         monkeypatch.chdir(folder)
         monkeypatch.setenv("SEEN", value)
-        found = run_on_ranks(see, "SEEN", folder=run_dir, ranks=2, threads=threads)
+        found = run_on_ranks(see, "SEEN", folder=run_dir, ranks=2, limits=RankLimits(threads=threads))
         assert found == [(f"rank-{number}", str(folder), value, threads, {threads}, 0) for number in range(2)]
         servers.append(server().pid)
     assert servers[0] == servers[1]

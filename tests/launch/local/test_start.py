@@ -14,17 +14,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.config import LaunchConfig, RunConfig
+from lockstep.config import RunConfig
 from lockstep.launch.failure.report import read_failure
+from lockstep.launch.local.launcher import RankLimits
 from lockstep.launch.local.on_ranks import launch
 from lockstep.rundir.folder import RunDir
 from tests.launch.conftest import STUB, Caller, wait_for
 
 
-def start(run_dir: RunDir, *actions: str, max_restarts: int = 0) -> int:
+def start(run_dir: RunDir, *actions: str, restarts: int = 0) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STUB", ",".join(actions))
-        return launch(run_dir, len(actions), STUB, settings=LaunchConfig(max_restarts=max_restarts))
+        return launch(run_dir, len(actions), STUB, RankLimits(restarts=restarts))
 
 
 @pytest.mark.slow
@@ -107,7 +108,9 @@ def test_sys_exit_in_a_rank_is_a_failure(run_dir: RunDir) -> None:
 
 
 def test_all_ranks_are_started_again(run_dir: RunDir) -> None:
-    assert start(run_dir, "fail-once", "fail-once", max_restarts=1) == 0
+    assert start(run_dir, "fail-once", "fail-once") == 1
+    assert json.loads((run_dir.logs / "launcher.json").read_text())["may_restart"]
+    assert start(run_dir, "fail-once", "fail-once", restarts=1) == 0
     assert (run_dir.path / "restarted-0").exists()
     assert read_failure(run_dir) is None
     assert json.loads((run_dir.logs / "launcher.json").read_text())["starts"] == 2

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from lockstep.config import LaunchConfig, RunConfig
+from lockstep.config import RunConfig
 from lockstep.config.load import merge
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import open_data
@@ -23,6 +23,7 @@ from lockstep.errors import RankFailed, UnsupportedError
 from lockstep.hardware.world import World, read_world
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local import worker
+from lockstep.launch.local.launcher import RankLimits
 from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.prepare import RunInputs, native_settings, place, plan_for, settle
 from lockstep.launch.run_claim import create_folder
@@ -109,11 +110,9 @@ class Trials:
         run = create_folder(config.model_copy(update={"save_dir": self.folder / f"trial-{self.count:03}"}))
         make_task = None if task is None else pack_task(task, config)
         rows = partial(read_jsonl, run.path / _ROWS_FILE)
-        limits = LaunchConfig(stop_grace_s=STOP_GRACE_S)
+        limits = RankLimits(threads=threads, stop_grace_s=STOP_GRACE_S)
         try:
-            run_on_ranks(
-                _on_rank, make_task, function, *arguments, folder=run, ranks=ranks, settings=limits, threads=threads
-            )
+            run_on_ranks(_on_rank, make_task, function, *arguments, folder=run, ranks=ranks, limits=limits)
         except KeyboardInterrupt:
             self.stopped = True
             return Outcome(rows(), "stopped")

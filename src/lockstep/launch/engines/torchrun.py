@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from lockstep.config import LaunchConfig, RunConfig
+from lockstep.config import RunConfig
 from lockstep.errors import ConfigError, LockstepError, RankFailed, many
 from lockstep.hardware import parent_death
 from lockstep.hardware.network import GLOO_INTERFACE, address_towards, is_this_machine
@@ -32,6 +32,7 @@ from lockstep.launch.engines.node_folder import begun_run, failure_reason
 from lockstep.launch.engines.spec import AttachedEngine, EngineSpec, Job
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import keep_failure, read_failure
+from lockstep.launch.local.launcher import RankLimits
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.process import environment, signals
@@ -114,13 +115,13 @@ class Torchrun(AttachedEngine):
             waits = f"waiting up to {rendezvous.join_timeout_s:g} s"
             ranks = many(job.ranks_per_node, "rank")
             print(f"meeting {number} nodes at {rendezvous.address}, with {ranks} here; {waits}", file=sys.stderr)
-        limits = LaunchConfig(max_restarts=0, stop_grace_s=job.grace_s + AGENT_GRACE_S)
+        limits = RankLimits(stop_grace_s=job.grace_s + AGENT_GRACE_S)
         with TemporaryDirectory(prefix="lockstep-agent-") as path:
             folder = RunDir.create(Path(path, "agent"), RunConfig(), run_id=new_run_id(), command=sys.argv)
             interface = os.environ.get(GLOO_INTERFACE)
             try:
                 run_on_ranks(
-                    run_agent, job, rendezvous, interface, folder=folder, ranks=1, settings=limits, redirect=False
+                    run_agent, job, rendezvous, interface, folder=folder, ranks=1, limits=limits, redirect=False
                 )
             except RanksStopped as stopped:
                 report = read_failure(folder)

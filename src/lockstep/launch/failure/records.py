@@ -124,14 +124,13 @@ class RankEnd(FileContent):
 class LauncherLog(FileContent):
     """The part of ``launcher.json`` that a report needs.
 
-    ``previous_failure``: of the start before this one, in a line. ``oom_kills``: processes that the kernel killed for
-    lack of memory.
+    ``may_restart``: a new start could end better. ``oom_kills``: processes that the kernel killed for lack of memory.
     """
 
     ranks: int | None = None
     exits: tuple[RankEnd, ...] = ()
     error: str = ""
-    previous_failure: str = ""
+    may_restart: bool = False
     oom_kills: int = 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lockstep.config import LaunchConfig, RunConfig, resolve
+from lockstep.config import RunConfig, resolve
 from lockstep.engine.reopened import Evaluation, Reopened, reopen
 from lockstep.engine.runner import runner_of
 from lockstep.engine.runtime import rank_device, runtime
@@ -21,6 +21,7 @@ from lockstep.engine.task import Task
 from lockstep.hardware import World
 from lockstep.hardware.detect import usable_cores
 from lockstep.launch.finished.reopen import find_step
+from lockstep.launch.local.launcher import RankLimits
 from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.meeting.membership import group
@@ -126,8 +127,7 @@ def compute(function: Compute, evaluation: Evaluation, task: Task) -> dict[str, 
             pack_task(task, config),
             folder=folder,
             ranks=ranks,
-            settings=LaunchConfig(stop_grace_s=STOP_GRACE_S),
-            threads=plan.threads,
+            limits=RankLimits(threads=plan.threads, stop_grace_s=STOP_GRACE_S),
         )
         return results[0]
 

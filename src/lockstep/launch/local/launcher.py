@@ -39,7 +39,6 @@ from lockstep.hardware import parent_death
 from lockstep.hardware.detect import oom_kills
 from lockstep.launch.failure import records
 from lockstep.launch.failure.records import RankEnd
-from lockstep.launch.failure.report import failure_line
 from lockstep.launch.local import worker
 from lockstep.launch.local.fork_server import Forked, fork
 from lockstep.launch.process import environment, signals
@@ -61,13 +60,13 @@ _ORDERLY = (0, *signals.STOPPED, -signal.SIGINT, -signal.SIGTERM)
 
 @dataclass
 class Supervisor:
-    """One start of all ranks of this node, from their start to their last end.
+    """All ranks of this node, from their start to their last end.
 
     ``processes``: by rank; each leads a process group. ``forced``: ranks were killed because they did not follow a
     stop in time.
     """
 
-    processes: Mapping[int, Forked]
+    processes: dict[int, Forked]
     stop_requested: Callable[[], int | None]
     stop_grace_s: float
     failure_grace_s: float = FAILURE_GRACE_S
@@ -151,13 +150,6 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGTERM)
 
-    def end(self) -> None:
-        """Kill all ranks that still run, and wait for their end."""
-        self.kill()
-        self.wait()
-        for process in self.processes.values():
-            process.wait()
-
     def kill(self) -> None:
         """Kill all ranks that still run, with their child processes."""
         self._killed = True
@@ -211,6 +203,22 @@ def _signal_group(pid: int, signum: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankLimits:
+    """Limits of the ranks of a launch.
+
+    Attributes:
+        threads: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
+        stop_grace_s: seconds from a stop until ranks that have not ended are killed.
+        restarts: number of failures after which the caller has started the ranks again, ``max_restarts`` at most.
+    """
+
+    threads: int | None = None
+    stop_grace_s: float = LaunchConfig().stop_grace_s
+    restarts: int = 0
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
     """What :func:`lockstep.launch.local.on_ranks.launch` asks for.
 
@@ -223,50 +231,28 @@ class LaunchRequest:
     run_dir: RunDir
     ranks: int
     call: bytes
-    settings: LaunchConfig
+    limits: RankLimits
     environ: Mapping[str, str]
     working_folder: str | None
 
 
 @dataclass
 class Launch:
-    """One launch with all its starts: the request, and the content of ``logs/launcher.json``."""
+    """One launch: the request, and the content of ``logs/launcher.json``."""
 
     request: LaunchRequest
     stop: signals.StopRequest
     parent_pid: int = field(default_factory=os.getppid)
     oom_kills_before: int = field(default_factory=oom_kills)
-    starts: int = 0
-    supervisor: Supervisor | None = None
+    supervisor: Supervisor = field(init=False)
     error: str = ""
-    previous_failure: str = ""
+
+    def __post_init__(self) -> None:
+        self.supervisor = Supervisor({}, self.stop_requested, self.request.limits.stop_grace_s)
 
     @property
     def run_dir(self) -> RunDir:
         return self.request.run_dir
-
-    @property
-    def settings(self) -> LaunchConfig:
-        return self.request.settings
-
-    def begin(self) -> None:
-        """Prepare a start of the ranks: remove the records of an earlier one."""
-        if self.starts:  # keep the reason of its end, for rank 0 to report
-            self.write()
-            self.previous_failure = failure_line(self.run_dir)
-            self.error = ""
-            with contextlib.suppress(OSError):
-                records.clear(self.run_dir.logs)
-        self.starts += 1
-        self.supervisor = None
-        self.write()
-        self.announce()
-
-    def supervise(self, processes: Mapping[int, Forked]) -> Supervisor:
-        """Supervise ranks that have been started."""
-        self.supervisor = Supervisor(processes, self.stop_requested, self.settings.stop_grace_s)
-        self.write()
-        return self.supervisor
 
     def announce(self) -> None:
         """Write the run's heartbeat until rank 0 does: readers of the folder see that the run is training."""
@@ -280,26 +266,20 @@ class Launch:
             self.stop.request(signal.SIGTERM)
         return self.stop.requested
 
-    def note_forced(self) -> None:
-        """Record that the ranks of the latest start were killed, if they did not follow a stop."""
-        if self.supervisor is not None and self.supervisor.forced:
-            grace_s = self.settings.stop_grace_s
-            self.error = f"the ranks were killed, since they had not ended {grace_s:g} s after the stop"
-
     def write(self, exit_code: int | None = None) -> None:
         """Keep ``launcher.json`` up to date; a full disk must not end the ranks."""
-        supervisor = self.supervisor or Supervisor({}, self.stop_requested, 0.0)
+        supervisor = self.supervisor
         content: dict[str, Any] = {
             "pid": os.getpid(),
             "created": psutil.Process().create_time(),
             "host": socket.gethostname(),
             "ranks": self.request.ranks,
-            "starts": self.starts,
+            "starts": self.request.limits.restarts + 1,
             "pids": supervisor.pids,
             "exits": [end.model_dump() for _, end in sorted(supervisor.exits.items())],
             "oom_kills": oom_kills() - self.oom_kills_before,
-            "previous_failure": self.previous_failure,
             "error": self.error,
+            "may_restart": supervisor.may_restart and not self.error,
             "exit_code": exit_code,
         }
         with contextlib.suppress(StorageError):
@@ -331,7 +311,7 @@ def main() -> int:
         # Before there are children, which inherit it.
         parent_death.make_lifeline()
         os.environ[environment.LAUNCHER_PID] = str(os.getpid())
-        code = _run_here(launch)
+        code = _run_ranks(launch)
     except KeyboardInterrupt:
         code = signals.exit_code(stop.requested or signal.SIGINT)
     except LockstepError as error:
@@ -339,28 +319,26 @@ def main() -> int:
     except Exception:
         launch.error = traceback.format_exc()
     finally:
-        if launch.supervisor is not None:  # end every rank, however the launch ended
-            launch.supervisor.kill()
-            with contextlib.suppress(LockstepError, KeyboardInterrupt):
-                launch.supervisor.wait(_KILL_S)
+        launch.supervisor.kill()  # end every rank, however the launch ended
+        with contextlib.suppress(LockstepError, KeyboardInterrupt):
+            launch.supervisor.wait(_KILL_S)
         launch.write(exit_code=code)
     return code
 
 
-def _run_here(launch: Launch) -> int:
-    """Run all ranks of ``launch`` until they have ended and are not started again; returns the exit code."""
-    while True:
-        server = socket.create_server(("127.0.0.1", 0))  # no other process can take the port
-        with signals.held_back():
-            launch.begin()
-            supervisor = launch.supervise(start_ranks(launch, server.getsockname()[1]))
-        store = _serve_store(server)  # after the forks: it has a thread
-        supervisor.wait()
-        if launch.starts > launch.settings.max_restarts or not supervisor.may_restart:
-            launch.note_forced()
-            return supervisor.exit_code
-        supervisor.end()
-        del store
+def _run_ranks(launch: Launch) -> int:
+    """Run all ranks of ``launch`` until they have ended; returns the exit code."""
+    server = socket.create_server(("127.0.0.1", 0))  # no other process can take the port
+    supervisor = launch.supervisor
+    with signals.held_back():
+        _start_ranks(launch, server.getsockname()[1])
+        launch.write()
+    _store = _serve_store(server)  # after the forks: it has a thread; until the ranks have ended
+    supervisor.wait()
+    if supervisor.forced:
+        grace_s = supervisor.stop_grace_s
+        launch.error = f"the ranks were killed, since they had not ended {grace_s:g} s after the stop"
+    return supervisor.exit_code
 
 
 def _serve_store(server: socket.socket) -> Any:
@@ -371,8 +349,8 @@ def _serve_store(server: socket.socket) -> Any:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
-def start_ranks(launch: Launch, port: int) -> dict[int, Forked]:
-    """Start the ranks, which meet at ``port`` of this machine; the processes by rank."""
+def _start_ranks(launch: Launch, port: int) -> None:
+    """Start the ranks, which meet at ``port`` of this machine."""
     size = str(launch.request.ranks)
     common = {
         **os.environ,
@@ -380,14 +358,12 @@ def start_ranks(launch: Launch, port: int) -> dict[int, Forked]:
         **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "rank"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
         "TORCHELASTIC_RUN_ID": os.environ.get(environment.LAUNCH_ID, str(os.getpid())),
-        "TORCHELASTIC_RESTART_COUNT": str(launch.starts - 1),
-        "TORCHELASTIC_MAX_RESTARTS": str(launch.settings.max_restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(launch.request.limits.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(launch.request.limits.max_restarts),
     }
-    processes: dict[int, Forked] = {}
     for rank in range(launch.request.ranks):
         environ = common | {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes[rank] = fork(partial(_be_rank, launch, environ), name=f"rank-{rank}")
-    return processes
+        launch.supervisor.processes[rank] = fork(partial(_be_rank, launch, environ), name=f"rank-{rank}")
 
 
 def _be_rank(launch: Launch, environ: Mapping[str, str]) -> int:

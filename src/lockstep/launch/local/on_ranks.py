@@ -18,13 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import LaunchConfig
 from lockstep.errors import RankFailed, RunFolderError, StorageError
 from lockstep.hardware import parent_death
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local.fork_server import RemoteChild, server_for
-from lockstep.launch.local.launcher import LaunchRequest
+from lockstep.launch.local.launcher import LaunchRequest, RankLimits
 from lockstep.launch.local.worker import RESULTS, pack_call, take_results
 from lockstep.launch.process.environment import LAUNCH_ID, for_launcher
 from lockstep.launch.process.rank_log import flush
@@ -34,6 +33,7 @@ from lockstep.rundir.folder import RunDir, or_else, read_json, write_json
 _MAIN = "lockstep.launch.local.launcher:main"
 #: Slow imports: if the caller has one, all its ranks share one import of it.
 _SHARED = ("lightning.pytorch",)
+DEFAULTS = RankLimits()
 #: How long the launcher may take to end after it has been asked to kill all ranks.
 _KILL_S = 10.0
 #: How long the rest of the output may take after the launcher's end.
@@ -53,8 +53,7 @@ def run_on_ranks(
     *arguments: Any,
     folder: RunDir,
     ranks: int,
-    settings: LaunchConfig | None = None,
-    threads: int | None = None,
+    limits: RankLimits = DEFAULTS,
     redirect: bool = True,
 ) -> list[Any]:
     """Call ``function(rank, *arguments)`` on ``ranks`` new processes; results in rank order.
@@ -63,7 +62,6 @@ def run_on_ranks(
 
     Args:
         folder: where the ranks keep their logs.
-        settings, threads: as for :func:`launch`.
         redirect: ranks print to standard error; the caller's standard output may have to be JSON.
 
     Raises:
@@ -73,7 +71,7 @@ def run_on_ranks(
     for file in folder.path.glob(RESULTS):  # from elsewhere: results are unpickled
         file.unlink()
     with StopRequest() as stop, contextlib.redirect_stdout(sys.stderr if redirect else sys.stdout):
-        code = 0 if stop.requested else launch(folder, ranks, call, settings=settings, threads=threads)
+        code = 0 if stop.requested else launch(folder, ranks, call, limits)
     # Ranks that were still starting are killed after the grace, with the exit code of a failure.
     if stop.requested is not None or code >= 128:
         raise RanksStopped(exit_code(stop.requested) if stop.requested is not None else code)
@@ -84,14 +82,7 @@ def run_on_ranks(
     return [results.get(rank) for rank in range(ranks)]
 
 
-def launch(
-    run_dir: RunDir,
-    ranks: int,
-    call: bytes,
-    *,
-    settings: LaunchConfig | None = None,
-    threads: int | None = None,
-) -> int:
+def launch(run_dir: RunDir, ranks: int, call: bytes, limits: RankLimits = DEFAULTS) -> int:
     """Run ``ranks`` ranks on this machine and wait until all have ended.
 
     In the main thread, SIGINT and SIGTERM stop the run: the ranks write a checkpoint and end, as they do when this
@@ -99,8 +90,6 @@ def launch(
 
     Args:
         call: of each rank, from :func:`lockstep.launch.local.worker.pack_call`.
-        settings: of which restarts and time limits count; ``None``: the defaults.
-        threads: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.
 
     Returns:
         0: done; 1: failed; 2: wrong usage; 130, 143: stopped after a checkpoint (130: without, if interrupted twice).
@@ -120,8 +109,8 @@ def launch(
         run_dir=RunDir(run_dir.path.resolve()),
         ranks=ranks,
         call=call,
-        settings=settings or LaunchConfig(),
-        environ=for_launcher(os.environ, uuid.uuid4().hex, sys.path, threads),
+        limits=limits,
+        environ=for_launcher(os.environ, uuid.uuid4().hex, sys.path, limits.threads),
         working_folder=folder,
     )
     with StopRequest() as stop:

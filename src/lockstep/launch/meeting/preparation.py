@@ -7,7 +7,6 @@ for them. Rank 0 writes the run folder, which all nodes share.
 from __future__ import annotations
 
 import contextlib
-import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +19,7 @@ from lockstep.engine.training_data import open_datasets, prepare_data
 from lockstep.errors import ConfigError
 from lockstep.events import Restarted
 from lockstep.hardware import Placement
-from lockstep.hardware.world import restart_count
 from lockstep.launch import run_claim
-from lockstep.launch.failure import records
 from lockstep.launch.meeting.membership import Team
 from lockstep.launch.prepare import RunInputs, place, plan_for, with_precision
 from lockstep.planning import Plan
@@ -102,34 +99,6 @@ class NodeRun(NamedTuple):
     run_id: str
     step: int
     previous: PreviousStart | None
-
-
-def restarted_start(team: Team, start: Start) -> Start:
-    """Begin the next attempt of ranks that their launcher has started again, at the latest checkpoint. Collective."""
-
-    run = start.run
-
-    def begin() -> tuple[int, int]:
-        edited = run.config_file.read_bytes()
-        run.keep_config(start.config)
-        if run.config_file.read_bytes() != edited:
-            text = f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings"
-            run_claim.warn(text)
-        point = run_claim.resume_point(run, hold=True, report=run_claim.warn)
-        step = point.step if point else 0
-        return run.begin_attempt(start.plan.as_dict(), start.plan.placement, step), step
-
-    beginning = team.collectives.broadcast(team.together(begin, here=team.world.is_main))
-    assert beginning is not None
-    attempt, step = beginning
-    start = replace(start, attempt=attempt, step=step)
-    if not team.world.is_main:
-        return start
-    beat = run.progress()
-    failure = records.read_launcher(run).previous_failure
-    previous = PreviousStart(str(run.path), restart_count(os.environ), failure)
-    run_before = NodeRun(run.read().id, beat.step if beat else 0, previous)
-    return replace(start, restarted=_restarted([run_before], start.config.launch.max_restarts, start))
 
 
 def prepare_together(

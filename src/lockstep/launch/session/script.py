@@ -20,7 +20,7 @@ from lockstep.launch.local.worker import Rank
 from lockstep.launch.process.signals import Stopped
 from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
 from lockstep.launch.session.join import Started, close_open_session, started
-from lockstep.launch.start import launch_limits, run_of_ranks
+from lockstep.launch.start import rank_limits, run_of_ranks
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.origin import Script, require_script_named, script_of
 
@@ -114,6 +114,7 @@ def _start(
         run = run or create_folder(config)
         if script is not None:
             script.keep(run)
+        threads = config.training.threads or max(1, len(os.sched_getaffinity(0)) // placement.world_size)
         start = partial(
             run_on_ranks,
             _as_rank,
@@ -124,8 +125,7 @@ def _start(
             needs_session,
             folder=run,
             ranks=placement.world_size,
-            settings=launch_limits(config),
-            threads=config.training.threads or max(1, len(os.sched_getaffinity(0)) // placement.world_size),
+            limits=rank_limits(config, threads),
             redirect=needs_session,
         )
         code, results = run_of_ranks(run, start)
