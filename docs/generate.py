@@ -269,7 +269,7 @@ def errors_page() -> str:
         rows.append((f"`{kind.code}`", f"`{name}`", bases, str(kind.exit_code), meaning))
     columns = ("code", "class", "subclass of", "exit code", "meaning")
     causes = [f"[{key}](troubleshooting.md#{key})" for key in KEYS]
-    findings = [(f"`{code}`", kind.severity, kind.meaning, kind.fix) for code, kind in CODES.items()]
+    findings = [(f"`{code}`", kind["severity"], kind["meaning"], kind["fix"]) for code, kind in CODES.items()]
     parts = [GENERATED, ERRORS_INTRODUCTION, _table(columns, rows), CAUSES_INTRODUCTION, " · ".join(causes)]
     parts += [FINDINGS_INTRODUCTION, _table(("code", "severity", "meaning", "fix"), findings), MESSAGES]
     return "\n\n".join(parts) + "\n"

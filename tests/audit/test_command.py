@@ -63,5 +63,7 @@ def test_forms_of_the_command(tmp_path: Path) -> None:
     assert read_command("torchrun", ["--nproc_per_node=2", *words], is_module=False) == plain
     assert read_command("accelerate", ["launch", "--cpu", "--num_processes", "2", *words], is_module=False) == plain
     assert read_command("package.module", ["--lr", "1"], is_module=True).words == ("-m", "package.module", "--lr", "1")
+    module = Script(("-m", "package.module", "--lr", "1"), "package.module")
+    assert read_command("torchrun", ["--nproc_per_node", "2", *module.words], is_module=False) == module
     with pytest.raises(UsageError):
         read_command(str(tmp_path / "missing.py"), [], is_module=False)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.audit.trace import Records
 from lockstep.errors import TaskError, UsageError, many
 
 #: How long ranks may run after another one has ended or waits elsewhere.
 GRACE_S = 15.0
 _POLL_S = 0.2
+_LAUNCHERS = ("torchrun", "accelerate")
+#: Of the launchers; the name of the module follows.
+_MODULE_OPTIONS = ("-m", "--module")
 _BOOTSTRAP = Path(__file__).with_name("bootstrap")
 
 
@@ -32,7 +37,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: exit codes (negative: killed by us), whether time ran out, and each rank's output."""
+    """How the ranks ended: exit codes (negative: killed), whether time ran out, and each rank's output."""
 
     codes: tuple[int, ...]
     is_stuck: bool
@@ -41,40 +46,23 @@ class Outcome:
 
 
 def read_command(script: str, arguments: Sequence[str], *, is_module: bool) -> Script:
-    """Read a script, a module, or a command of torchrun or accelerate, whose launcher is replaced.
+    """Read a script, a module, or a command of torchrun or accelerate, which is replaced with its options.
 
     Raises:
         UsageError: no script is named, or there is no such file.
     """
-    words = [*(["-m"] if is_module else []), script, *arguments]
-    launcher = Path(script).name
-    if not is_module and launcher == "torchrun":
-        words = _inner_command(launcher, words[1:])
-    elif not is_module and (launcher, *words[1:2]) == ("accelerate", "launch"):
-        words = _inner_command(launcher, words[2:])
-    if words[0] == "-m" and len(words) > 1:
-        return Script(tuple(words), words[1])
+    words = [script, *arguments]
+    if not is_module and Path(script).name in _LAUNCHERS:
+        starts = [i for i, word in enumerate(words) if word.endswith(".py") or word in _MODULE_OPTIONS]
+        start = starts[0] if starts else 0
+        is_module = words[start] in _MODULE_OPTIONS and len(words) > start + 1
+        words = words[start + 1 :] if is_module else words[start:]
+    if is_module:
+        return Script(("-m", *words), words[0])
     if not Path(words[0]).is_file():
         fix = "write `lockstep audit path/to/script.py`, or -m package.module"
         raise UsageError(f"script not found: {words[0]}", fix=fix)
     return Script(tuple(words), Path(words[0]).name)
-
-
-def _inner_command(launcher: str, words: list[str]) -> list[str]:
-    """Return the command line of each rank: the launcher's options are read by its parser and left out."""
-    if launcher == "torchrun":
-        from torch.distributed.run import get_args_parser
-
-        parser = get_args_parser()
-    else:
-        from accelerate.commands.launch import launch_command_parser  # type: ignore[import-untyped,unused-ignore]
-
-        parser = launch_command_parser()
-    try:
-        options = parser.parse_args(words)
-    except SystemExit:
-        raise UsageError(f"the options of {launcher} are wrong", fix=f"`{launcher} --help` lists them") from None
-    return [*(["-m"] if options.module else []), options.training_script, *options.training_script_args]
 
 
 def run_ranks(script: Script, ranks: int, folder: Path, *, steps: int, timeout_s: float) -> Outcome:
@@ -98,44 +86,38 @@ def run_ranks(script: Script, ranks: int, folder: Path, *, steps: int, timeout_s
                     start_new_session=True,
                 )
             processes.append(process)
-        deadline = time.monotonic() + timeout_s
-        stuck_since: float | None = None
+        deadline = time.time() + timeout_s
         while not (is_stuck or is_late) and any(process.poll() is None for process in processes):
             time.sleep(_POLL_S)
-            now = time.monotonic()
             alive = [rank for rank, process in enumerate(processes) if process.poll() is None]
-            stuck_since = (stuck_since or now) if _waits(folder, alive, ranks) else None
-            is_stuck = stuck_since is not None and now - stuck_since > GRACE_S
-            is_late = now > deadline
+            written_at = max((path.stat().st_mtime for path in folder.glob("*.jsonl")), default=math.inf)
+            is_stuck = time.time() - written_at > GRACE_S and _waits(read_records(folder), alive, ranks)
+            is_late = time.time() > deadline
     finally:
-        for process in processes:
-            _end(process)
+        for process in processes:  # and its descendants: its session is its process group
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     codes = tuple(process.wait() for process in processes)
     return Outcome(codes, is_stuck, is_late, tuple(path.read_text("utf-8", "replace") for path in outputs))
 
 
-def _waits(folder: Path, alive: Sequence[int], ranks: int) -> bool:
+def _waits(records: Records, alive: Collection[int], ranks: int) -> bool:
     """Whether the ranks that are ``alive`` wait for one that has ended, or for each other in different calls."""
-    last = [next(iter(read_records(folder, "rank", rank, tail_bytes=65536)[-1:]), {}) for rank in alive]
-    if not last or any(record.get("kind") not in ("call", "backward") for record in last):
+    of_process = Records(record for record in records if record["kind"] != "draw" and record["rank"] in alive)
+    last = [of_rank[-1] for of_rank in of_process.by("rank").values()]
+    if not last or any(record["kind"] not in ("call", "backward") for record in last):
         return False
-    return len(alive) < ranks or len({(r["kind"], r.get("name"), r.get("site")) for r in last}) > 1
+    return len(alive) < ranks or len({(record["kind"], record.get("name"), record["site"]) for record in last}) > 1
 
 
-def read_records(folder: Path, process: str, rank: int, *, tail_bytes: int | None = None) -> list[dict[str, object]]:
-    """Read the records of the process of a rank (``rank``) or of the workers of its loaders (``worker``).
-
-    ``tail_bytes``: read the end of each file only.
-    """
-    records = []
-    for path in sorted(folder.glob(f"{process}-{rank}-*.jsonl"), key=lambda path: path.stat().st_mtime):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - tail_bytes) if tail_bytes else 0)
-            lines = file.read().splitlines()
-        for line in lines:
-            with suppress(json.JSONDecodeError):  # a torn line at either end
+def read_records(folder: Path) -> Records:
+    """Read the records of all ranks; random numbers, which workers of loaders record, come last of a rank."""
+    records = Records()
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            with suppress(json.JSONDecodeError):  # a process that is killed may have written a part of its last line
                 records.append(json.loads(line))
-    return records
+    return Records(sorted(records, key=lambda record: (record["rank"], record["kind"] == "draw")))
 
 
 def _environment(ranks: int, folder: Path, steps: int) -> dict[str, str]:
@@ -157,27 +139,16 @@ def _environment(ranks: int, folder: Path, steps: int) -> dict[str, str]:
     }
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a rank and its descendants; its session is its process group."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(2.0)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def script_failure(script: Script, ranks: int, outcome: Outcome) -> TaskError:
+def script_failure(script: Script, outcome: Outcome, failed: Sequence[int]) -> TaskError:
     """Return the error for a script that fails without Lockstep too, with the end of its output."""
-    failed = next((rank for rank, code in enumerate(outcome.codes) if code), 0)
-    reason = f"fails: exit code {outcome.codes[failed]} of rank {failed}"
+    rank = failed[0] if failed else 0
+    reason = f"fails: exit code {outcome.codes[rank]} of rank {rank}"
     fix = "run it without `lockstep audit` first; nothing was judged"
     if outcome.is_late:
         reason = "has not ended in time"
         fix = "pass it arguments for a shorter run, or a larger --timeout"
     elif outcome.is_stuck:
         reason = "stands still: a rank waits for one that has ended, or is in another call"
-    lines = outcome.outputs[failed].rstrip().splitlines()[-30:]
-    return TaskError(
-        f"{script.name} on {many(ranks, 'rank')} {reason}", why="\n".join(["its last lines:", *lines]), fix=fix
-    )
+    lines = outcome.outputs[rank].rstrip().splitlines()[-30:]
+    message = f"{script.name} on {many(len(outcome.codes), 'rank')} {reason}"
+    return TaskError(message, why="\n".join(["its last lines:", *lines]), fix=fix)

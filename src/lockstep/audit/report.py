@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+import os
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from lockstep.audit.findings import SEVERITIES, Finding
-from lockstep.audit.trace import RunTrace
+from lockstep.audit.trace import Run
 from lockstep.errors import many
 from lockstep.telemetry.console import aligned
 
@@ -19,6 +21,7 @@ Row = dict[str, Any]
 
 #: Rows of the table that are printed.
 _MAX_ROWS = 12
+_COLUMNS = ("loss", "grad_norm", "samples", "lr")
 
 
 @dataclass(frozen=True)
@@ -26,24 +29,21 @@ class AuditReport:
     """Findings of a script, its steps for each number of ranks, and limits of the observation."""
 
     script: str
-    ranks: tuple[int, ...]
     findings: tuple[Finding, ...]
     steps: Mapping[int, list[Row]]
     limits: tuple[str, ...]
 
     def exit_code(self, fail_on: str) -> int:
         """Return 1 if a finding is at least as severe as ``fail_on``, else 0; ``never``: 0."""
-        if fail_on == "never":
-            return 0
-        threshold = SEVERITIES.index(fail_on)
-        return int(any(SEVERITIES.index(finding.kind.severity) >= threshold for finding in self.findings))
+        severe = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on != "never" else ()
+        return int(any(finding["severity"] in severe for finding in self.findings))
 
     def as_dict(self) -> dict[str, Any]:
-        """The document of ``--json``."""
+        """Return the document of ``--json``."""
         return {
             "script": self.script,
-            "ranks": list(self.ranks),
-            "findings": [finding.as_dict() for finding in self.findings],
+            "ranks": list(self.steps),
+            "findings": list(self.findings),
             "steps": {str(size): rows for size, rows in self.steps.items()},
             "part_at_step": first_parting(self.steps),
             "limits": list(self.limits),
@@ -51,31 +51,29 @@ class AuditReport:
 
     def as_markdown(self) -> str:
         """Return the report as a Markdown page that a terminal shows, too."""
-        counts = Counter(finding.kind.severity for finding in self.findings)
+        counts = Counter(finding["severity"] for finding in self.findings)
         texts = [many(counts[severity], severity) for severity in reversed(SEVERITIES) if counts[severity]]
         part = first_parting(self.steps)
         comparison = f"One rank and several part at step {part}." if part else "One rank and several agree to rounding."
         if part is None:
             comparison = "The global batch depends on the number of ranks: steps are not compared."
         lines = [
-            f"# Audit of {self.script} on {', '.join(map(str, self.ranks))} ranks: {', '.join(texts) or 'no findings'}",
-            "\n".join(f"- {finding}" for finding in self.findings),
-            "\n".join(aligned([[*(f"| {cell}" for cell in row), "|"] for row in self.table()])),
+            f"# Audit of {self.script} on {', '.join(map(str, self.steps))} ranks: {', '.join(texts) or 'no findings'}",
+            "\n".join(map(_as_item, self.findings)),
+            "\n".join(aligned([[*(f"| {cell}" for cell in row), "|"] for row in self._table()])),
             comparison,
             "\n".join(f"- not seen: {limit}" for limit in self.limits),
         ]
         return "\n\n".join(filter(None, lines)) + "\n"
 
-    def table(self) -> list[list[str]]:
+    def _table(self) -> list[list[str]]:
         """Return loss, gradient norm, samples and learning rate of each step and number of ranks, below a header."""
-        columns = [(size, name) for size in self.ranks for name in ("loss", "grad_norm", "samples", "lr")]
-        by_step = {size: {row["step"]: row for row in self.steps[size]} for size in self.ranks}
-        numbers = sorted(set().union(*by_step.values()))[:_MAX_ROWS]
-        values = [[by_step[size].get(number, {}).get(name) for size, name in columns] for number in numbers]
-        cells = [["" if value is None else f"{value:.6g}" for value in row] for row in values]
-        header = ["step", *(f"{name.replace('_', ' ')} ({size})" for size, name in columns)]
-        rows = [[str(number), *row] for number, row in zip(numbers, cells, strict=True)]
-        return [header, ["---"] * len(header), *rows]
+        header = ["step", *(f"{name.replace('_', ' ')} ({size})" for size in self.steps for name in _COLUMNS)]
+        table = [header, ["---"] * len(header)]
+        for number, rows in enumerate(islice(zip_longest(*self.steps.values(), fillvalue={}), _MAX_ROWS), 1):
+            values = [row.get(name) for row in rows for name in _COLUMNS]
+            table.append([str(number), *("" if value is None else f"{value:.6g}" for value in values)])
+        return table
 
     def write(self, path: Path) -> None:
         """Write JSON, or Markdown if the name ends in ``.md``. Raises :class:`StorageError`."""
@@ -85,27 +83,49 @@ class AuditReport:
         write_text(path, self.as_markdown() if path.suffix == ".md" else document)
 
 
-def step_rows(run: RunTrace) -> list[Row]:
+def _as_item(finding: Finding) -> str:
+    """Return severity, code, file, line and message of a finding; on a second line the fix."""
+    path = os.path.relpath(finding["file"]) if finding["file"] else ""
+    location = f" {Path(path).name if path.startswith('..') else path}:{finding['line']}" if path else ""
+    return f"- {finding['severity']} {finding['code']}{location}: {finding['message']}\n  fix: {finding['fix']}"
+
+
+def step_rows(run: Run) -> list[Row]:
     """Return a row for each step: means over ranks, and the samples of all of them; ``None`` if not recorded."""
+    samples = _samples(run)
     rows = []
-    for steps in run.aligned_steps():
-        first = steps[0]
-        backwards = [backward for step in steps for backward in step.of("backward") if "loss" in backward]
-        losses = [(b["loss"] / (b["factor"] or 1), b["count"] or 1) for b in backwards if math.isfinite(b["loss"])]
+    for step in run.steps:
+        end = step.of("step")[0]
+        backwards = [record for record in step.of("backward") if math.isfinite(record.get("loss", math.nan))]
+        losses = [(record["loss"] / (record["factor"] or 1), record["count"] or 1) for record in backwards]
         total = sum(count for _, count in losses)
-        of_ranks = [step.samples for step in steps]
-        samples = None if None in of_ranks else sorted(index for of_rank in of_ranks for index in of_rank or ())
+        applied = step.of("applied")
+        indices = samples[end["step"]]
+        is_known = bool(indices) and None not in indices
         rows.append(
             {
-                "step": first.number,
+                "step": end["step"],
                 "loss": math.fsum(loss * count for loss, count in losses) / total if total else None,
-                "grad_norm": math.hypot(*first.applied["norms"]) if first.applied else None,
-                "samples": len(samples) if samples else None,
-                "lr": (first.about["lr"] or [None])[0],
-                "indices": samples or None,
+                "grad_norm": math.hypot(*applied[0]["norms"]) if applied else None,
+                "samples": len(indices) if is_known else None,
+                "lr": (end["lr"] or [None])[0],
+                "indices": sorted(indices) if is_known else None,
             }
         )
     return rows
+
+
+def _samples(run: Run) -> dict[int, list[int | None]]:
+    """Return the indices of the samples of each step, on all ranks: a backward pass is of the oldest batch not used."""
+    samples: dict[int, list[int | None]] = defaultdict(list)
+    for walk in (walk for passes in run.passes for walk in passes):
+        unused: list[list[int] | None] = []
+        for record in walk.records:
+            if record["kind"] == "batch":
+                unused.append(record["indices"])
+            elif record["kind"] == "backward":
+                samples[record["step"]] += (unused.pop(0) if unused else None) or [None]
+    return samples
 
 
 def first_parting(steps: Mapping[int, list[Row]]) -> int | None:
@@ -115,17 +135,14 @@ def first_parting(steps: Mapping[int, list[Row]]) -> int | None:
     """
     from lockstep.verification.trajectory import FACTOR, ROUNDING
 
-    if len(steps) < 2 or 1 not in steps:
+    pairs = list(zip(steps.get(1, []), steps[max(steps)], strict=False))
+    samples = [row["indices"] for row in pairs[0]] if pairs and len(steps) > 1 else [None, None]
+    if samples[0] is None or samples[0] != samples[1]:
         return None
-    pairs = list(zip(steps[1], steps[max(steps)], strict=False))
-    if not pairs or pairs[0][0]["indices"] is None or pairs[0][0]["indices"] != pairs[0][1]["indices"]:
-        return None
-    for single, several in pairs:
-        number: int = single["step"]
-        # Rounding grows with the steps before.
-        tolerance = FACTOR * ROUNDING * number
+    for number, (single, several) in enumerate(pairs, 1):
+        tolerance = FACTOR * ROUNDING * number  # rounding grows with the steps before
         values = [(single[name], several[name]) for name in ("loss", "grad_norm")]
-        is_far = any(not math.isclose(a, b, rel_tol=tolerance) for a, b in values if a is not None and b is not None)
-        if is_far or single["indices"] != several["indices"]:
+        is_close = all(math.isclose(*pair, rel_tol=tolerance) for pair in values if None not in pair)
+        if not is_close or single["indices"] != several["indices"]:
             return number
     return 0

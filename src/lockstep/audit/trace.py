@@ -1,123 +1,70 @@
-"""Records of a run as objects: passes over data, and optimizer steps with their micro-batches."""
+"""Records of a run: passes over data, and optimizer steps with their micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import groupby
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
-#: A record of the observer: ``kind``, ``step``, ``loader_pass``, ``site``, and values of its kind.
+#: A record of the observer: ``kind``, ``rank``, ``step``, ``loader_pass``, ``site``, and values of its kind.
 Record = Mapping[str, Any]
 
 
-@dataclass
-class Trace:
-    """Records in order; ``about`` is the one that describes all of them."""
+class Records(list[Record]):
+    """Records by rank, those of a rank in order."""
 
-    records: list[Record]
-    about: Record = field(default_factory=dict)
+    def of(self, kind: str) -> Records:
+        return Records(record for record in self if record["kind"] == kind)
 
-    def of(self, kind: str) -> list[Record]:
-        return [record for record in self.records if record["kind"] == kind]
-
-
-class Pass(Trace):
-    """One pass over a loader."""
-
-    @cached_property
-    def batches(self) -> list[list[int] | None]:
-        """Indices of each batch; ``None``: unknown."""
-        return [record["indices"] for record in self.of("batch")]
-
-    @cached_property
-    def indices(self) -> list[int] | None:
-        """All indices in order; ``None``: some are unknown."""
-        return None if None in self.batches else [index for batch in self.batches for index in batch or ()]
-
-    @cached_property
-    def is_whole(self) -> bool:
-        return bool(self.of("done")) or len(self.batches) == self.about["batches"]
-
-    @cached_property
-    def trains(self) -> bool:
-        return bool(self.of("backward"))
-
-    @property
-    def line(self) -> str | None:
-        """The line that makes the loader, else the one that reads it."""
-        return self.about["made"] or self.about["site"] or None
+    def by(self, key: str) -> dict[Any, Records]:
+        groups: dict[Any, Records] = {}
+        for record in self:
+            groups.setdefault(record[key], Records()).append(record)
+        return groups
 
 
-class Step(Trace):
-    """The records from one optimizer step to the next; ``about`` is the step's."""
+class Pass:
+    """One pass of a rank over a loader, which ``about`` describes. Unknown indices are ``None``."""
 
-    @property
-    def number(self) -> int:
-        return int(self.about["step"])
-
-    @property
-    def applied(self) -> Record | None:
-        """The gradients that the optimizer applied; ``None``: they were not recorded."""
-        return next(iter(self.of("applied")), None)
-
-    @property
-    def samples(self) -> list[int] | None:
-        """Indices of the samples of all backward passes; ``None``: some are unknown."""
-        batches = [record["samples"] for record in self.of("backward")]
-        return None if None in batches else [index for batch in batches for index in batch]
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        self.about = records.of("pass")[0]
+        self.batches: list[list[int] | None] = [record["indices"] for record in records.of("batch")]
+        self.indices = None if None in self.batches else list(chain.from_iterable(filter(None, self.batches)))
+        length = self.about["batches"]
+        #: Whether all batches were read; if their number is unknown, whether the observer has not ended the pass.
+        self.is_whole = not records.of("cut") if length is None else len(self.batches) == length
+        self.draws = Records(sorted(records.of("draw"), key=lambda draw: (draw["worker"] or 0, draw["fetch"])))
+        self.trains = bool(records.of("backward"))
+        #: The line that makes the loader, else the one that reads it.
+        self.line: str | None = self.about["made"] or self.about["site"]
 
 
-class RankTrace(Trace):
-    """Everything that one rank did."""
+class Run:
+    """One run of the script.
 
-    def __init__(self, records: Sequence[Record], worker_records: Iterable[Record]) -> None:
-        super().__init__(list(records))
-        by_number = {record["loader_pass"]: Pass([], record) for record in self.of("pass")}
-        for record in records:
-            if record["loader_pass"] in by_number:
-                by_number[record["loader_pass"]].records.append(record)
-        self.passes = list(by_number.values())
-        windows = [list(window) for _, window in groupby(records, key=lambda record: record["step"])]
-        self.steps = [Step(window, record) for window in windows for record in window if record["kind"] == "step"]
-        #: Random numbers of samples, those of loader workers too.
-        self.draws = [*self.of("draw"), *Trace(list(worker_records)).of("draw")]
-        self.has_ended = bool(self.of("end"))
+    Attributes:
+        ranks: records of each rank.
+        passes: passes of each rank over data.
+        training, evaluations: passes that train, and others, in order: one of each rank.
+        steps: records of each optimizer step that all ranks have taken.
+        is_sharded: whether ranks may have different parameters by design: shards, or calls within smaller groups.
+    """
 
+    def __init__(self, size: int, records: Records) -> None:
+        self.size = size
+        self.records = records
+        self.ranks = [Records(record for record in records if record["rank"] == rank) for rank in range(size)]
+        self.passes = [
+            [Pass(group) for group in rank.by("loader_pass").values() if group.of("pass")] for rank in self.ranks
+        ]
+        self.training = self._passes_of_all(trains=True)
+        self.evaluations = self._passes_of_all(trains=False)
+        self.steps = [step for step in records.by("step").values() if len(step.of("step")) == size]
+        self.has_one_optimizer = len({step["optimizer"] for step in records.of("step")}) < 2
+        self.is_sharded = bool(records.of("sharded")) or any(call["in_group"] for call in records.of("call"))
+        self.uses_lightning = bool(records.of("lightning"))
 
-@dataclass
-class RunTrace:
-    """One run of the script on all its ranks."""
-
-    ranks: list[RankTrace]
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def first(self) -> RankTrace:
-        return self.ranks[0]
-
-    @property
-    def has_one_optimizer(self) -> bool:
-        return len({step.about["optimizer"] for step in self.first.steps}) < 2
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks may have different parameters by design: shards, or calls within smaller groups."""
-        return any(rank.of("sharded") or any(call["in_group"] for call in rank.of("call")) for rank in self.ranks)
-
-    @property
-    def uses_lightning(self) -> bool:
-        return bool(self.first.of("lightning"))
-
-    def passes(self, *, training: bool) -> list[list[Pass]]:
-        """Passes that train, or evaluate, in order: one of each rank."""
-        chosen = [[walk for walk in rank.passes if walk.trains == training and walk.batches] for rank in self.ranks]
-        return [list(group) for group in zip(*chosen, strict=False)]
-
-    def aligned_steps(self) -> list[list[Step]]:
-        """The steps that all ranks have taken: one of each rank."""
-        return [list(group) for group in zip(*(rank.steps for rank in self.ranks), strict=False)]
+    def _passes_of_all(self, *, trains: bool) -> list[tuple[Pass, ...]]:
+        chosen = [[walk for walk in passes if walk.trains == trains and walk.batches] for passes in self.passes]
+        return list(zip(*chosen, strict=False))

@@ -3,54 +3,50 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
-from lockstep.audit.findings import Finding
-from lockstep.audit.trace import Pass, RankTrace, RunTrace
+from lockstep.audit.findings import Finding, finding
+from lockstep.audit.trace import Pass, Record, Run
 
 #: Samplers of libraries that pad, so that all ranks have equally many samples.
 _DIVIDING = {"DistributedSampler", "UnrepeatedDistributedSampler", "DistributedSamplerWrapper", "BatchSamplerShard"}
 _SHUFFLING = _DIVIDING | {"RandomSampler", "SeedableRandomSampler"}
 
 
-def data_findings(run: RunTrace) -> Iterator[Finding]:
+def data_findings(run: Run) -> Iterator[Finding]:
     """Yield findings about the samples that ranks read."""
-    training = run.passes(training=True)
-    undivided = [_undivided(run, group) for group in training if run.size > 1]
-    is_divided = run.size > 1 and not any(undivided)
+    undivided = [_undivided(run, group) for group in run.training if run.size > 1]
     yield from filter(None, undivided)
-    for group in training if is_divided else ():
+    is_divided = run.size > 1 and not any(undivided)
+    for group in [*(run.training if is_divided else []), *run.evaluations] if run.size > 1 else ():
         yield from _uneven(run, group)
-    for group in run.passes(training=False) if run.size > 1 else ():
-        yield from _uneven(run, group)
-    yield from _same_order(training)
-    yield from _same_numbers(run, training, is_divided=is_divided)
+    yield from _same_order(run.training)
+    yield from _same_numbers(run.training, is_divided=is_divided)
 
 
-def _is_shared(group: list[Pass]) -> bool:
+def _is_shared(group: Sequence[Pass]) -> bool:
     """Whether indices of all ranks mean samples of one data set."""
-    first = group[0].about
-    is_same = all(walk.about[key] == first[key] for walk in group for key in ("dataset", "size"))
-    return is_same and bool(first["size"] and first["dataset"])
+    datasets = {(walk.about["dataset"], walk.about["size"]) for walk in group}
+    return len(datasets) == 1 and all(datasets.pop())
 
 
-def _undivided(run: RunTrace, group: list[Pass]) -> Finding | None:
+def _undivided(run: Run, group: Sequence[Pass]) -> Finding | None:
     """Return that the ranks read different splits, or all of them all samples."""
-    about = group[0].about
+    first = group[0]
+    size = first.about["size"]
     subsets = {walk.about["subset"] for walk in group}
-    if None not in subsets and len(subsets) > 1 and not _DIVIDING.isdisjoint(about["samplers"]):
-        return Finding("AUDIT_SPLIT_DIFFERS", group[0].line, {"size": about["size"]})
+    if None not in subsets and len(subsets) > 1 and not _DIVIDING.isdisjoint(first.about["samplers"]):
+        return finding("AUDIT_SPLIT_DIFFERS", first.line, {"size": size})
     if not _is_shared(group) or not all(_covers_all(walk) for walk in group):
         return None
     batches = [walk.batches[0] for walk in group]
-    first_steps = next(iter(run.aligned_steps()), [])
-    gradients = [local["gradients"] for step in first_steps for local in step.of("local")[:1]]
+    locals_of_ranks = run.steps[0].of("local").by("rank").values() if run.steps else ()
+    gradients = [of_rank[0]["gradients"] for of_rank in locals_of_ranks]
     has_equal_gradients = len(gradients) == run.size == gradients.count(gradients[0])
     if batches.count(batches[0]) == run.size and not has_equal_gradients:
         return None  # each rank may take its part of the batch later
-    return Finding("AUDIT_NO_SAMPLER", group[0].line, {"size": about["size"], "ranks": run.size, "batches": batches})
+    return finding("AUDIT_NO_SAMPLER", first.line, {"size": size, "ranks": run.size, "batches": batches})
 
 
 def _covers_all(walk: Pass) -> bool:
@@ -60,7 +56,7 @@ def _covers_all(walk: Pass) -> bool:
     return not walk.about["replaces"] and size > length > 0 and walk.about["batches"] * length > size - length
 
 
-def _uneven(run: RunTrace, group: list[Pass]) -> Iterator[Finding]:
+def _uneven(run: Run, group: Sequence[Pass]) -> Iterator[Finding]:
     """Yield samples of a pass that no rank reads, that several read, and those that a metric counts twice."""
     first = group[0]
     size = first.about["size"]
@@ -76,26 +72,27 @@ def _uneven(run: RunTrace, group: list[Pass]) -> Iterator[Finding]:
     is_padding = is_padding and counts.total() - size <= len(group) * max(1, len(first.batches[0] or ()))
     evidence = {"size": size, "phase": "training" if first.trains else "evaluation"}
     if missing and not (first.trains and first.about["drops"]):
-        yield Finding("AUDIT_DROPPED", first.line, {**evidence, "number": len(missing), "indices": missing[:20]})
+        yield finding("AUDIT_DROPPED", first.line, {**evidence, "number": len(missing), "indices": missing[:20]})
         return
     evidence |= {"number": len(repeated), "indices": repeated[:20]}
     if repeated and not is_padding:
-        yield Finding("AUDIT_REPEATED", first.line, evidence)
+        yield finding("AUDIT_REPEATED", first.line, evidence)
     elif repeated and first.trains:
-        yield Finding("AUDIT_PADDED", first.line, evidence)
+        yield finding("AUDIT_PADDED", first.line, evidence)
     elif repeated and _counts_padding(run, group):
-        yield Finding("AUDIT_EVAL_PADDED", first.about["site"], evidence)
+        yield finding("AUDIT_EVAL_PADDED", first.about["site"], evidence)
 
 
-def _counts_padding(run: RunTrace, group: list[Pass]) -> bool:
+def _counts_padding(run: Run, group: Sequence[Pass]) -> bool:
     """Whether calls of the ranks show that a metric counts the repeated samples."""
-    calls = group[0].of("call")
-    has_counts = all(any(len(walk.indices or ()) in call["values"] for call in walk.of("call")) for walk in group)
-    joins = [call for call in calls if call["is_float"] and (run.uses_lightning or "all_gather" in call["name"])]
-    return bool(has_counts or joins) and not any(call["trims"] for call in calls)
+    calls = [walk.records.of("call") for walk in group]
+    lengths = [len(walk.indices or ()) for walk in group]
+    has_counts = all(any(n in call["values"] for call in of_rank) for n, of_rank in zip(lengths, calls, strict=True))
+    joins = [call for call in calls[0] if call["is_float"] and (run.uses_lightning or "all_gather" in call["name"])]
+    return bool(has_counts or joins) and not any(call["trims"] for call in calls[0])
 
 
-def _same_order(groups: list[list[Pass]]) -> Iterator[Finding]:
+def _same_order(groups: Sequence[Sequence[Pass]]) -> Iterator[Finding]:
     for (first, *_), (second, *_) in pairwise(groups):
         length = min(len(first.batches), len(second.batches))
         batches = first.batches[:length]
@@ -103,41 +100,26 @@ def _same_order(groups: list[list[Pass]]) -> Iterator[Finding]:
         is_same_loader = (first.line, first.about["dataset"]) == (second.line, second.about["dataset"])
         is_shuffled = order != sorted(order) and not _SHUFFLING.isdisjoint(first.about["samplers"])
         if is_same_loader and is_shuffled and length > 1 and len(order) > 5 and batches == second.batches[:length]:
-            yield Finding("AUDIT_SAME_ORDER", second.about["site"], {"indices": order[:20]})
+            yield finding("AUDIT_SAME_ORDER", second.about["site"], {"indices": order[:20]})
 
 
-#: States of generators by name, for each worker and fetch.
-Draws = dict[Any, dict[str, str]]
+def _same_numbers(groups: Sequence[Sequence[Pass]], *, is_divided: bool) -> Iterator[Finding]:
+    """Yield samples that draw equal random numbers: in workers, else in epochs and on ranks."""
+    for walk, *_ in groups:
+        for first, second in pairwise(walk.draws.by("worker").values()):
+            for of_workers in _alike("AUDIT_WORKERS_DRAW_ALIKE", walk.line, first, second):
+                yield of_workers
+                return  # on every rank and in every epoch, too
+    for (before, *_), (after, *_) in pairwise(groups):
+        yield from _alike("AUDIT_EPOCHS_DRAW_ALIKE", after.line, before.draws, after.draws)
+    for first_rank, second_rank, *_ in groups[:1] if is_divided else ():
+        if first_rank.batches[0] != second_rank.batches[0]:
+            yield from _alike("AUDIT_RANKS_DRAW_ALIKE", first_rank.line, first_rank.draws, second_rank.draws)
 
 
-def _draws(rank: RankTrace, walk: Pass) -> Draws:
-    """Return the states from which samples of a pass draw."""
-    draws = [draw for draw in rank.draws if draw["loader_pass"] == walk.about["loader_pass"]]
-    return {(draw["worker"], draw["fetch"]): draw["states"] for draw in draws}
-
-
-def _alike(code: str, line: str | None, first: Draws, second: Draws) -> Iterator[Finding]:
-    """Yield that some generators have equal states in all common fetches."""
-    states = [first[key].items() & second[key].items() for key in first.keys() & second.keys()]
+def _alike(code: str, line: str | None, first: Sequence[Record], second: Sequence[Record]) -> Iterator[Finding]:
+    """Yield that some generators have equal states before all the samples of ``first`` and ``second``."""
+    states = [draw["states"].items() & other["states"].items() for draw, other in zip(first, second, strict=False)]
     names = [{name for name, _ in equal} for equal in states]
     if names and (generators := sorted(set.intersection(*names))):
-        yield Finding(code, line, {"generators": generators})
-
-
-def _same_numbers(run: RunTrace, training: list[list[Pass]], *, is_divided: bool) -> Iterator[Finding]:
-    """Yield different samples with equal random numbers: in workers, else in epochs and on ranks."""
-    walks = [group[0] for group in training]
-    for walk in walks:
-        draws = _draws(run.first, walk)
-        workers = sorted({worker for worker, _ in draws if worker is not None})
-        of_workers = [{fetch: draws[w, fetch] for w, fetch in draws if w == worker} for worker in workers]
-        for first, second in pairwise(of_workers):
-            for finding in _alike("AUDIT_WORKERS_DRAW_ALIKE", walk.line, first, second):
-                yield finding
-                return  # on every rank and in every epoch, too
-    for before, after in pairwise(walks):
-        yield from _alike("AUDIT_EPOCHS_DRAW_ALIKE", after.line, _draws(run.first, before), _draws(run.first, after))
-    for group in training[:1] if is_divided else ():
-        if group[0].batches[0] != group[1].batches[0]:
-            of_ranks = [_draws(rank, walk) for rank, walk in zip(run.ranks[:2], group[:2], strict=True)]
-            yield from _alike("AUDIT_RANKS_DRAW_ALIKE", group[0].line, *of_ranks)
+        yield finding(code, line, {"generators": generators})

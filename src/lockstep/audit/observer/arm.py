@@ -53,14 +53,12 @@ def arm(folder: str, max_steps: int) -> None:
 
     def observe(_: ModuleType) -> None:
         from lockstep.audit.observer.calls import observe_calls
+        from lockstep.audit.observer.loaders import LoaderObserver
         from lockstep.audit.observer.training import TrainingObserver
 
-        def end() -> None:
-            if not recorder.is_child:
-                recorder.write("end")
-
-        atexit.register(end)
+        atexit.register(recorder.write, "end")
         observe_calls(recorder)
+        LoaderObserver(recorder, max_steps)
         TrainingObserver(recorder, max_steps)
 
     actions: dict[str, Callable[[ModuleType], object]] = {"torch": observe}

@@ -3,72 +3,64 @@
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from lockstep.audit.observer.record import Recorder, callers
+from lockstep.audit.observer.record import Observation, Recorder
 
-#: Collective calls, and the position of the tensor or object that a rank contributes.
-CALLS = {
-    "all_reduce": 0,
-    "reduce": 0,
-    "broadcast": 0,
-    "gather": 0,
-    "scatter": 0,
-    "all_gather": 1,
-    "all_gather_into_tensor": 1,
-    "reduce_scatter_tensor": 1,
-    "all_gather_object": 1,
-    "gather_object": 0,
-    "broadcast_object_list": 0,
-    "barrier": None,
-}
-_INPUTS = ("tensor", "input_tensor", "input", "obj")
+CALLS = (
+    *("all_reduce", "reduce", "broadcast", "gather", "scatter", "barrier"),
+    *("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"),
+    *("all_gather_object", "gather_object", "broadcast_object_list"),
+)
 #: Largest tensor whose values are recorded.
 MAX_VALUES = 4
-#: Frames between a collective call and `Accelerator.gather_for_metrics`, which leaves out padding.
-_MAX_FRAMES = 12
 _COUNTERS = ("epoch", "epochs", "step", "steps", "global_step", "iteration", "iter", "start_epoch")
 
 
 def observe_calls(recorder: Recorder) -> None:
     """Write a record before each collective call, each `torch.save` and each start of processes."""
-    for name, position in CALLS.items():
-        recorder.watch(dist, name, before=partial(_note_collective, recorder, name, position))
-    recorder.watch(torch, "save", before=partial(_note_save, recorder))
+    for name in CALLS:
+        recorder.watch(dist, name, partial(_note_collective, recorder, name))
+    recorder.watch(torch, "save", partial(_note_save, recorder))
     for name in ("spawn", "start_processes"):
-        recorder.watch(torch.multiprocessing, name, before=partial(_refuse_spawn, recorder))
+        setattr(torch.multiprocessing, name, partial(_refuse_spawn, recorder))
 
 
-def _note_collective(recorder: Recorder, name: str, position: int | None, *args: Any, **kwargs: Any) -> None:
-    if not dist.is_initialized():
-        return
-    groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
-    inputs = [kwargs[key] for key in _INPUTS if key in kwargs]
-    inputs += [] if position is None else args[position : position + 1]
-    tensor = next((value for value in inputs if isinstance(value, Tensor)), None)
-    recorder.write(
-        "call",
-        name=name,
-        in_group=any(group is not dist.group.WORLD for group in groups),
-        trims=any(frame.f_code.co_name == "gather_for_metrics" for frame in islice(callers(), _MAX_FRAMES)),
-        numel=None if tensor is None else tensor.numel(),
-        is_float=None if tensor is None else tensor.is_floating_point(),
-        values=tensor.flatten().tolist() if tensor is not None and tensor.numel() <= MAX_VALUES else [],
-    )
+def _note_collective(recorder: Recorder, name: str, *args: Any, **kwargs: Any) -> Observation:
+    if dist.is_initialized():
+        values = (*args, *kwargs.values())
+        groups = [value for value in values if isinstance(value, dist.ProcessGroup)]
+        # Calls that have a tensor for the result have that of the rank behind it.
+        tensor = next((value for value in reversed(values) if isinstance(value, Tensor)), None)
+        recorder.write(
+            "call",
+            name=name,
+            in_group=any(group is not dist.group.WORLD for group in groups),
+            # This leaves out padding.
+            trims=any(
+                frame.f_code.co_name == "gather_for_metrics" for frame, _ in traceback.walk_stack(sys._getframe())
+            ),
+            numel=None if tensor is None else tensor.numel(),
+            is_float=None if tensor is None else tensor.is_floating_point(),
+            values=tensor.flatten().tolist() if tensor is not None and tensor.numel() <= MAX_VALUES else [],
+        )
+    yield
 
 
-def _note_save(recorder: Recorder, content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+def _note_save(recorder: Recorder, content: Any, file: Any, *args: Any, **kwargs: Any) -> Observation:
     name = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
     path = os.path.realpath(name) if isinstance(name, str | os.PathLike) else None
     recorder.write("save", path=path, parts=sorted(set(parts_of(content))))
+    yield
 
 
 def parts_of(content: Any) -> Iterator[str]:
@@ -78,16 +70,13 @@ def parts_of(content: Any) -> Iterator[str]:
             value = value.state_dict()
         if isinstance(value, Mapping) and value and all(isinstance(item, Tensor) for item in value.values()):
             yield "model"
-        elif isinstance(value, Mapping) and "param_groups" in value:
-            yield "optimizer"
-        elif isinstance(value, Mapping) and "last_epoch" in value:
-            yield "scheduler"
-        elif isinstance(value, Mapping) and "growth_factor" in value:
-            yield "scaler"
+        elif isinstance(value, Mapping):
+            parts = {"param_groups": "optimizer", "last_epoch": "scheduler", "growth_factor": "scaler"}
+            yield from (part for name, part in parts.items() if name in value)
         elif isinstance(key, str) and isinstance(value, int) and key.lower() in _COUNTERS:
             yield "counter"
 
 
-def _refuse_spawn(recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+def _refuse_spawn(recorder: Recorder, *args: Any, **kwargs: Any) -> NoReturn:
     recorder.write("spawn")
     raise SystemExit("lockstep audit: the script starts its ranks itself")

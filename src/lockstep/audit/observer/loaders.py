@@ -8,7 +8,6 @@ import random
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
 from lockstep._compat.observation import NEXT_INDEX, RESET, LoaderIterator, MapFetcher
-from lockstep.audit.observer.record import Recorder, script_line
+from lockstep.audit.observer.record import Observation, Pass, Recorder, script_line
 
 #: Indices recorded by one process; later batches have none.
 MAX_INDICES = 500_000
@@ -26,57 +25,34 @@ MAX_DRAWS = 3
 _MAX_ITEMS = 16
 
 
-@dataclass
-class Pass:
-    """A pass over a loader.
-
-    Attributes:
-        number: from 1, in this process.
-        left: batches not yet read; ``None``: unknown.
-        steps: optimizer steps in it.
-        prefetched: indices of batches that are not yet read.
-        unused: indices of batches that are read, before their backward pass.
-    """
-
-    number: int
-    left: int | None = None
-    steps: int = 0
-    prefetched: list[Any] = field(default_factory=list)
-    unused: list[list[int] | None] = field(default_factory=list)
-
-
 class LoaderObserver:
-    """Writes a record for each pass and batch, and ends a pass after ``max_steps`` optimizer steps.
-
-    ``current`` is the pass whose batch was read last.
-    """
+    """Writes a record for each pass and batch, and ends a pass after ``max_steps`` optimizer steps."""
 
     def __init__(self, recorder: Recorder, max_steps: int) -> None:
         self.recorder = recorder
         self.max_steps = max_steps
-        self.current: Pass | None = None
         self._passes = 0
         self._indices = 0
         self._fetches = 0
-        self._states: dict[str, str] = {}
-        recorder.watch(DataLoader, "__init__", after=self._note_loader)
-        recorder.watch(LoaderIterator, "__init__", before=self._begin)
-        recorder.watch(LoaderIterator, RESET, before=self._begin_again)
-        recorder.watch(LoaderIterator, NEXT_INDEX, after=self._note_index)
-        recorder.watch(MapFetcher, "fetch", before=self._before_fetch, after=self._after_fetch)
+        recorder.watch(DataLoader, "__init__", self._note_loader)
+        recorder.watch(LoaderIterator, "__init__", self._begin)
+        recorder.watch(LoaderIterator, RESET, self._begin_again)
+        recorder.watch(LoaderIterator, NEXT_INDEX, self._note_index)
+        recorder.watch(MapFetcher, "fetch", self._note_draws)
         LoaderIterator.__next__ = self._observed(LoaderIterator.__next__)  # type: ignore[assignment, method-assign]
 
-    def _note_loader(self, _: None, loader: Any, *args: Any, **kwargs: Any) -> None:
+    def _note_loader(self, loader: Any, *args: Any, **kwargs: Any) -> Observation:
+        yield
         loader.lockstep_line = script_line()
 
-    def _begin_again(self, iterator: Any, loader: Any, first_iter: bool = False) -> None:
+    def _begin_again(self, iterator: Any, loader: Any, first_iter: bool = False) -> Observation:
         if not first_iter:
-            self._begin(iterator, loader)
+            yield from self._begin(iterator, loader)
 
-    def _begin(self, iterator: Any, loader: Any, *args: Any) -> None:
+    def _begin(self, iterator: Any, loader: Any, *args: Any) -> Observation:
         self._passes += 1
         self._fetches = 0
-        state = iterator.lockstep_pass = Pass(number=self._passes)
+        state = iterator.lockstep_pass = Pass(self._passes)
         dataset = loader.dataset
         is_map = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
         if is_map:
@@ -84,58 +60,50 @@ class LoaderObserver:
         sampler = _innermost_sampler(loader)
         self.recorder.write(
             "pass",
-            loader_pass=self._passes,
+            loader_pass=state.number,
             batches=state.left,
             size=len(dataset) if is_map else None,
-            dataset=self.recorder.guard(content_hash, dataset),
+            dataset=content_hash(dataset),
             subset=_digest(sorted(map(int, dataset.indices))) if isinstance(dataset, Subset) else None,
             samplers=[type(loader.batch_sampler).__name__, type(sampler).__name__],
             drops=bool(loader.drop_last or getattr(sampler, "drop_last", False)),
             replaces=bool(getattr(sampler, "replacement", False)),
             made=getattr(loader, "lockstep_line", None),
         )
+        yield
 
-    def _note_index(self, index: Any, iterator: Any) -> None:
-        iterator.lockstep_pass.prefetched.append(index)
+    def _note_index(self, iterator: Any) -> Observation:
+        indices = yield
+        iterator.lockstep_pass.prefetched.append(indices)
 
     def _observed(self, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(read)
         def read_next(iterator: Any) -> Any:
             state: Pass | None = getattr(iterator, "lockstep_pass", None)
-            if state is None:
-                return read(iterator)
-            if state.steps >= self.max_steps:
-                self.recorder.write("cut", loader_pass=state.number)
+            if state is not None and state.left != 0 and state.steps >= self.max_steps:
+                self.recorder.write("cut", loader_pass=state.number, is_script=False)
                 raise StopIteration
-            try:
-                batch = read(iterator)
-            except StopIteration:
-                self.recorder.write("done", loader_pass=state.number)
-                raise
-            self.recorder.guard(self._note_batch, state)
+            batch = read(iterator)
+            if state is not None:
+                self._note_batch(state)
             return batch
 
         return read_next
 
     def _note_batch(self, state: Pass) -> None:
-        self.current = state
-        self.recorder.loader_pass = state.number
+        self.recorder.current_pass = state
         state.left = state.left and state.left - 1
         indices = _plain(state.prefetched.pop(0)) if state.prefetched else None
         self._indices += len(indices or ())
-        if self._indices > MAX_INDICES:
-            indices = None
-        state.unused.append(indices)
-        self.recorder.write("batch", indices=indices)
+        self.recorder.write("batch", indices=indices if self._indices <= MAX_INDICES else None)
 
-    def _before_fetch(self, *_: Any) -> None:
+    def _note_draws(self, *_: Any) -> Observation:
         self._fetches += 1
-        self._states = _generator_states() if self._fetches <= MAX_DRAWS else {}
-
-    def _after_fetch(self, *_: Any) -> None:
-        if self._states:
-            states = _generator_states()
-            drawn = {name: state for name, state in self._states.items() if states.get(name) != state}
+        if self._fetches <= MAX_DRAWS:
+            before = _generator_states()
+            yield
+            after = _generator_states()
+            drawn = {name: state for name, state in before.items() if after.get(name) != state}
             worker = get_worker_info()
             number = worker and worker.id
             self.recorder.write("draw", loader_pass=self._passes, worker=number, fetch=self._fetches, states=drawn)

@@ -13,12 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from lockstep._compat.observation import loss_term
 from lockstep._compat.torch import BatchNorm, foreach_norm
-from lockstep.audit.observer.loaders import LoaderObserver
-from lockstep.audit.observer.record import Recorder, script_line
+from lockstep.audit.observer.record import Observation, Recorder, script_line
 
 #: Steps that are all recorded in full; after them one of ``EVERY``, and those near the end of a pass.
 FIRST_STEPS = 16
@@ -40,73 +38,72 @@ class TrainingObserver:
 
     Args:
         recorder: where records go.
-        max_steps: optimizer steps of a pass after which it ends.
+        max_steps: optimizer steps after which a script without a loader ends.
     """
 
     def __init__(self, recorder: Recorder, max_steps: int) -> None:
         self.recorder = recorder
         self.max_steps = max_steps
-        self.loaders = LoaderObserver(recorder, max_steps)
         self._optimizers: list[Optimizer] = []
-        self._optimizers_in_step: set[int] = set()
+        #: Norms of the weights before the step that runs, by optimizer.
+        self._weights: dict[int, list[float]] = {}
         self._training_passes: set[int] = set()
         self._loss_line: str | None = None
         self._is_scaled = False
+        self._is_in_replica = False
         self._has_ended = False
-        self._name_of_parameter: dict[int, str] = {}
-        #: Of the backward passes that run: sums of sampled gradients, and the hooks that add to them.
-        self._running_backwards: list[tuple[list[list[float]], list[RemovableHandle]] | None] = []
-        recorder.watch(Optimizer, "add_param_group", after=self._note_optimizer)
-        recorder.watch(LRScheduler, "__init__", after=self._note_scheduler)
-        recorder.watch(DistributedDataParallel, "__init__", after=self._note_replica)
-        recorder.watch(torch.amp.GradScaler, "scale", before=self._note_scaled)
-        recorder.watch(torch.amp.GradScaler, "unscale_", before=self._note_unscaled)
+        self._names: dict[int, str] = {}
+        recorder.watch(Optimizer, "__init__", self._note_optimizer)
+        recorder.watch(LRScheduler, "__init__", self._note_scheduler)
+        recorder.watch(DistributedDataParallel, "__init__", self._note_replica)
+        recorder.watch(DistributedDataParallel, "forward", self._note_forward)
+        recorder.watch(torch.amp.GradScaler, "scale", partial(self._note_scaler, True))
+        recorder.watch(torch.amp.GradScaler, "unscale_", partial(self._note_scaler, False))
         for name in ("clip_grad_norm_", "clip_grad_value_"):
-            recorder.watch(nn.utils, name, before=partial(self._note_clip, name))
+            recorder.watch(nn.utils, name, partial(self._note_clip, name))
         for name in LOSSES:
-            recorder.watch(nn.functional, name, after=self._note_loss)
-        recorder.watch(torch.autograd, "backward", before=self._before_backward, after=self._after_backward)
+            recorder.watch(nn.functional, name, self._note_loss)
+        recorder.watch(torch.autograd, "backward", self._note_backward)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-
-    def _note_optimizer(self, _: None, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        if not any(noted is optimizer for noted in self._optimizers):
-            self._optimizers.append(optimizer)
-            self.recorder.write("optimizer")
-
-    def _note_scheduler(self, _: None, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        self.recorder.write("scheduler", name=type(scheduler).__name__)
-
-    def _note_replica(self, _: None, replica: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        modules = replica.module.modules()
-        batchnorm = sum(isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in modules)
-        self.recorder.write("ddp", batchnorm=batchnorm)
-        self._name_of_parameter |= {id(parameter): name for name, parameter in replica.module.named_parameters()}
-        inside: list[bool] = []
-
-        # Hooks must not hold the replica: its reducer ends with the last reference to it, before the interpreter does.
-        def before(wrapper: Any, _: Any) -> None:
-            inside.append(True)
-            if torch.is_grad_enabled() and self.is_full():
-                self.recorder.write("forward", syncs=bool(wrapper.require_backward_grad_sync))
-
-        def inner(module: nn.Module, _: Any) -> None:
-            if torch.is_grad_enabled() and not inside and module.training and self.is_full():
-                self.recorder.write("bare")
-
-        replica.register_forward_pre_hook(before)
-        replica.register_forward_hook(lambda *_: inside.clear(), always_call=True)
-        replica.module.register_forward_pre_hook(inner)
 
     def is_full(self) -> bool:
         """Whether the step to come is recorded in full."""
         done = self.recorder.step - 1
-        left = None if self.loaders.current is None else self.loaders.current.left
+        left = self.recorder.current_pass and self.recorder.current_pass.left
         return done < FIRST_STEPS or done % EVERY == 0 or (left is not None and left <= LAST_BATCHES)
 
-    def _note_loss(self, value: Any, *args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _note_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Observation:
+        yield
+        self._optimizers.append(optimizer)
+        self.recorder.write("optimizer")
+
+    def _note_scheduler(self, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Observation:
+        yield
+        self.recorder.write("scheduler", name=type(scheduler).__name__)
+
+    def _note_replica(self, replica: DistributedDataParallel, *args: Any, **kwargs: Any) -> Observation:
+        yield
+        modules = replica.module.modules()
+        batchnorm = sum(isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in modules)
+        self.recorder.write("ddp", batchnorm=batchnorm)
+        self._names |= {id(parameter): name for name, parameter in replica.module.named_parameters()}
+        replica.module.register_forward_pre_hook(self._before_module)
+
+    def _note_forward(self, replica: DistributedDataParallel, *args: Any, **kwargs: Any) -> Observation:
+        self._is_in_replica = True
+        if torch.is_grad_enabled() and self.is_full():
+            self.recorder.write("forward", syncs=bool(replica.require_backward_grad_sync))
+        yield
+        self._is_in_replica = False
+
+    def _before_module(self, module: nn.Module, _: Any) -> None:
+        is_bare = not (self._is_in_replica or torch.compiler.is_compiling())
+        if is_bare and torch.is_grad_enabled() and module.training and self.is_full():
+            self.recorder.write("bare")
+
+    def _note_loss(self, *args: Any, **kwargs: Any) -> Observation:
+        value = yield
         if torch.is_grad_enabled():
             self._loss_line = script_line() if self.is_full() else self._loss_line
         elif isinstance(value, Tensor) and value.numel() == 1:
@@ -116,29 +113,25 @@ class TrainingObserver:
                 count = int((target != kwargs.get("ignore_index", -100)).sum())
             self.recorder.write("eval_loss", loss=value.item(), count=count)
 
-    def _before_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        self._running_backwards.append(None)
+    def _note_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Observation:
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-        if self.recorder.is_child or not isinstance(loss, Tensor) or loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
-        current = self.loaders.current
-        samples = current.unused.pop(0) if current and current.unused else None
         if not self.is_full():
-            self.recorder.write("backward", samples=samples)
+            self.recorder.write("backward")
             return
         factor, count, reduction = loss_term(loss) or (None, None, None)
         self.recorder.write(
             "backward",
-            samples=samples,
             loss=loss.item(),
             factor=factor,
             count=count,
             reduction=reduction,
             loss_line=self._loss_line,
             graph=loss.grad_fn.name() if loss.grad_fn is not None else None,
-            is_clean=[not any(any(row) for row in _sampled_gradients([optimizer])) for optimizer in self._optimizers],
+            dirty=[n for n, optimizer in enumerate(self._optimizers, 1) if any(map(any, _gradients([optimizer])))],
         )
-        parameters = _sampled(_parameters(self._optimizers))
+        parameters = _sampled(self._optimizers)
         sums: list[list[float]] = [[] for _ in parameters]
 
         def add(position: int, gradient: Tensor) -> None:
@@ -146,55 +139,39 @@ class TrainingObserver:
             sums[position] = [a + b for a, b in zip(sums[position] or [0.0] * len(values), values, strict=True)]
 
         handles = [parameter.register_hook(partial(add, position)) for position, parameter in enumerate(parameters)]
-        self._running_backwards[-1] = sums, handles
+        yield
+        for handle in handles:
+            handle.remove()
+        self.recorder.write("local", gradients=sums)
 
-    def _after_backward(self, *args: Any, **kwargs: Any) -> None:
-        observed = self._running_backwards.pop()
-        if observed is not None:
-            sums, handles = observed
-            for handle in handles:
-                handle.remove()
-            self.recorder.write("local", gradients=sums)
+    def _note_scaler(self, scales: bool, scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Observation:
+        self._is_scaled = scales and scaler.is_enabled()
+        if self._is_scaled:
+            self.recorder.write("scaled")
+        yield
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if id(optimizer) in self._optimizers_in_step:  # a subclass calls super().step()
-            return None
-        self._optimizers_in_step.add(id(optimizer))
-        if not self.is_full():
-            return None
-        weights = self.recorder.guard(_norms, [parameter.detach() for parameter in _parameters([optimizer])])
-        note = partial(self.recorder.guard, self._note_applied, optimizer, weights)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            note()
-            return None
+    def _note_clip(self, name: str, *args: Any, **kwargs: Any) -> Observation:
+        if self.is_full():
+            gradients = _gradients(self._optimizers)
+            self.recorder.write("clip", call=name, is_scaled=self._is_scaled, gradients=gradients)
+        yield
 
-        def observed(*values: Any) -> Any:
-            result = closure(*values)
-            note()
-            return result
-
-        return ((args[0], observed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": observed})
-
-    def _note_applied(self, optimizer: Optimizer, weights: list[float]) -> None:
-        """Record norms and sampled gradients, reduced, of an optimizer just before its step."""
-        parameters = _parameters([optimizer])
-        if any(map(_is_sharded, parameters)):
-            self.recorder.write("sharded")
-            return
-        numbered = enumerate(parameters)
-        self.recorder.write(
-            "applied",
-            weights=weights,
-            norms=_norms([_gradient(parameter) for parameter in parameters]),
-            gradients=_sampled_gradients([optimizer]),
-            names=[self._name_of_parameter.get(id(p), f"parameter {i} of shape {tuple(p.shape)}") for i, p in numbered],
-        )
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        norms: list[float] = []
+        with self.recorder.guarded("weights"):
+            if self.is_full():
+                norms = _norms([parameter.detach() for parameter in _parameters([optimizer])])
+        self._weights.setdefault(id(optimizer), norms)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._optimizers_in_step.discard(id(optimizer))
-        self.recorder.guard(self._count_step, optimizer)
-        is_past = self.loaders.current is None and self.recorder.step > self.max_steps
+        weights = self._weights.pop(id(optimizer), None)
+        if weights is None:  # a subclass has called super().step(), which came here before
+            return
+        with self.recorder.guarded("step"):
+            if self.is_full():
+                self._note_applied(optimizer, weights)
+            self._count_step(optimizer)
+        is_past = self.recorder.current_pass is None and self.recorder.step > self.max_steps
         if is_past or len(self._training_passes) > MAX_PASSES:
             self.recorder.write("cut", is_script=True)
             if self._has_ended:  # the script has caught it
@@ -202,29 +179,29 @@ class TrainingObserver:
             self._has_ended = True
             raise SystemExit(0)
 
+    def _note_applied(self, optimizer: Optimizer, weights: list[float]) -> None:
+        """Record norms and sampled gradients, which a step leaves as it has applied them."""
+        parameters = _parameters([optimizer])
+        if any(map(_is_sharded, parameters)):
+            self.recorder.write("sharded")
+            return
+        names = [
+            self._names.get(id(parameter), f"parameter {position} of shape {tuple(parameter.shape)}")
+            for position, parameter in enumerate(parameters)
+        ]
+        norms = _norms([_gradient(parameter) for parameter in parameters])
+        self.recorder.write("applied", weights=weights, norms=norms, gradients=_gradients([optimizer]), names=names)
+
     def _count_step(self, optimizer: Optimizer) -> None:
-        current = self.loaders.current
+        current = self.recorder.current_pass
         if current is not None:
             current.steps += 1
             self._training_passes.add(current.number)
-        numbers = [number for number, noted in enumerate(self._optimizers, 1) if noted is optimizer]
+        number = self._optimizers.index(optimizer) + 1 if optimizer in self._optimizers else 0
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        self.recorder.write("step", optimizer=numbers[0] if numbers else 0, lr=rates)
+        self.recorder.write("step", optimizer=number, lr=rates)
         self.recorder.step += 1
         self._is_scaled = False
-
-    def _note_scaled(self, scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
-        if scaler.is_enabled() and not self._is_scaled:
-            self.recorder.write("scaled")
-        self._is_scaled = scaler.is_enabled()
-
-    def _note_unscaled(self, *args: Any, **kwargs: Any) -> None:
-        self._is_scaled = False
-
-    def _note_clip(self, name: str, *args: Any, **kwargs: Any) -> None:
-        if self.is_full():
-            gradients = _sampled_gradients(self._optimizers)
-            self.recorder.write("clip", call=name, is_scaled=self._is_scaled, gradients=gradients)
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
@@ -232,13 +209,14 @@ def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return [parameter for group in groups for parameter in group if parameter.requires_grad]
 
 
-def _sampled(parameters: list[Tensor]) -> list[Tensor]:
-    """Return at most ``MAX_PARAMETERS`` of them, evenly spread."""
+def _sampled(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Return at most ``MAX_PARAMETERS`` parameters, evenly spread."""
+    parameters = _parameters(optimizers)
     return parameters[:: max(1, -(-len(parameters) // MAX_PARAMETERS))]
 
 
-def _sampled_gradients(optimizers: Sequence[Optimizer]) -> list[list[float]]:
-    return [_entries(_gradient(parameter)) for parameter in _sampled(_parameters(optimizers))]
+def _gradients(optimizers: Sequence[Optimizer]) -> list[list[float]]:
+    return [_entries(_gradient(parameter)) for parameter in _sampled(optimizers)]
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -247,7 +225,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def _entries(tensor: Tensor) -> list[float]:
     """Return at most ``ENTRIES`` values of a tensor, evenly spread; none of a sparse one."""
-    if tensor.is_sparse or not tensor.numel():
+    if tensor.is_sparse:
         return []
     flat = tensor.detach().reshape(-1)
     values: list[float] = flat[:: max(1, flat.numel() // ENTRIES)][:ENTRIES].tolist()
