@@ -53,6 +53,18 @@ def test_nan_equals_nan_and_nothing_else() -> None:
     assert gap_between(one, other)["loss"].tolist() == [0.0, 0.0, math.inf]
 
 
+def test_a_parameter_that_rounding_alone_moves_is_left_out() -> None:
+    sizes = {"layer.weight": 2, "layer.bias": 1}
+    one = trajectory([1.0, 1.0], sizes=sizes)
+    shifted = one.weights.copy()
+    shifted[1:] -= np.array([1e-7, 0.0, 2.0], dtype=np.float32)
+    other = trajectory([1.0, 1.0], weights=shifted, sizes=sizes)
+    assert one.moved_by_rounding(other) == ["layer.bias"]
+    gap = gap_between(one.without(["layer.bias"]), other.without(["layer.bias"]))["weights"]
+    assert gap.max() < 1e-6 < gap_between(one, other)["weights"].min()
+    assert one.without(["layer.bias"]).sizes == {"layer.weight": 2}
+
+
 def test_weights_are_measured_against_the_way_they_came() -> None:
     one = trajectory([1.0, 1.0])
     shifted = one.weights.copy()

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from lockstep.errors import ResultsDifferError, StorageError, UsageError
 from lockstep.verification import VerifyReport, verify
 from lockstep.verification.report import write_report
 from tests.e2e.test_train import finish, start
-from tests.toys import Toy
+from tests.toys import CLASSES, FEATURES, Toy
 from tests.verification import parting
 
 TWO: dict[str, Any] = {"hardware": {"selected_devices": ["cpu", "cpu"]}}
@@ -48,6 +49,22 @@ def test_what_agrees_is_called_equal(tmp_path: Path, sections: dict[str, Any], o
     assert json.loads(file.read_text())["outcome"] == report.outcome
     with pytest.raises(StorageError, match="not a folder"):
         write_report(report, file)
+
+
+class BiasBeforeNorm(Toy):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+@pytest.mark.slow
+def test_weights_that_rounding_alone_moves_are_named_and_hide_no_other(tmp_path: Path) -> None:
+    report = run(BiasBeforeNorm, tmp_path, {})
+    assert report.outcome == "equal"
+    assert sum("0.bias" in note for note in report.notes) == 1
+    gap = report.comparison.gap["weights"].max()
+    assert gap < 30 * report.floor["weights"].max() < 0.01
+    assert report.as_dict()["steps"][0]["weights_noise"] == report.floor["weights"][0]
+    assert f"{report.floor['weights'][-1]:.1e}" in str(report)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ class Lab:
     """Runs variants of one training in ``folder`` and keeps their trajectories.
 
     ``plan`` is that of ``config``, which is complete, on the chosen devices; ``say`` is called with a description of
-    each run before it starts; ``notes`` are further lines of the report.
+    each run before it starts; ``notes`` are further lines of the report. Parameters in ``not_compared`` are left out of
+    every trajectory.
     """
 
     task: Task | type[Task] | str
@@ -77,6 +78,7 @@ class Lab:
     folder: Path
     say: Callable[[str], None]
     notes: list[str] = field(default_factory=list)
+    not_compared: set[str] = field(default_factory=set)
     _done: dict[Variant, tuple[Path, Trajectory]] = field(default_factory=dict)
 
     @property
@@ -89,7 +91,7 @@ class Lab:
             path = self.folder / f"run-{len(self._done) + 1:02}"
             self._train(variant.describe(self.devices), self._settings(variant, path))
             self._done[variant] = path, read_trajectory(path)
-        return self._done[variant][1]
+        return self._done[variant][1].without(self.not_compared)
 
     def compare(self, off: tuple[str, ...] = (), precision: str | None = None) -> Comparison:
         """Run one device and several, with the options ``off``; see :meth:`run`."""
@@ -111,7 +113,7 @@ class Lab:
         store.set_aside_after(step)
         settings = {"save_dir": str(path), "hardware": self._one_device(), "training": self._batch(Variant("one"))}
         self._train(f"{self.devices} devices until step {step}, resumed on 1 device", settings, resume=True)
-        return step, read_trajectory(path)
+        return step, read_trajectory(path).without(self.not_compared)
 
     def _train(self, description: str, settings: dict[str, Any], *, resume: bool = False) -> None:
         self.say(description)

@@ -17,6 +17,8 @@ from lockstep.verification.trajectory import BUFFER, FACTOR, Floor, Gap
 Outcome = Literal["identical", "equal", "equal without dropout", "equal in float32", "not finite", "different"]
 #: Rounding above this could hide a real difference.
 BLIND = 0.01
+#: Quantities in the table of steps, by the name of their columns.
+_QUANTITIES = {"loss": "loss", "grad norm": "gradient norm", "weights": "weights"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,7 +62,8 @@ class VerifyReport:
         configured = self.as_configured["loss"].max(initial=0)
         apart = (
             f"over {len(gap['loss'])} steps the losses of {devices} devices and one differ by at most "
-            f"{gap['loss'].max(initial=0):.1e} (noise floor {self.floor['loss'].max(initial=0):.1e})"
+            f"{gap['loss'].max(initial=0):.1e} (noise floor {self.floor['loss'].max(initial=0):.1e}), the weights by "
+            f"{gap['weights'].max(initial=0):.1e} of their movement ({self.floor['weights'].max(initial=0):.1e})"
         )
         sentences: dict[Outcome, str] = {
             "identical": f"IDENTICAL: after {len(gap['loss'])} steps the weights of {devices} devices and one are "
@@ -111,8 +114,9 @@ class VerifyReport:
         gap = self.comparison.gap
         columns = {"samples": single.samples, "loss_one": single.loss, "loss_many": many.loss, "lr": single.lr}
         columns |= {"grad_norm_one": single.grad_norm, "grad_norm_many": many.grad_norm}
-        for name, quantity in (("loss", "loss"), ("grad_norm", "gradient norm"), ("weights", "weights")):
-            columns |= {f"{name}_gap": gap[quantity], f"{name}_noise": self.floor[quantity]}
+        for name, quantity in _QUANTITIES.items():
+            key = name.replace(" ", "_")
+            columns |= {f"{key}_gap": gap[quantity], f"{key}_noise": self.floor[quantity]}
         return {
             **{name: getattr(self, name) for name in names.split()},
             "causes": [asdict(cause) for cause in self.causes],
@@ -142,8 +146,8 @@ def print_report(report: VerifyReport, stream: TextIO) -> None:
     many = report.comparison.many
     gap = report.comparison.gap
     losses = ("loss, 1 device", f"loss, {len(report.devices)} devices")
-    columns = ("step", "samples", *losses, "loss diff", "noise floor", "grad norm diff", "weights diff")
-    differences = (gap["loss"], report.floor["loss"], gap["gradient norm"], gap["weights"])
+    columns = ("step", "samples", *losses, *(f"{name} {kind}" for name in _QUANTITIES for kind in ("diff", "noise")))
+    differences = [of[name] for name in _QUANTITIES.values() for of in (gap, report.floor)]
     rows = [
         [
             *(str(index + 1), str(single.samples[index])),

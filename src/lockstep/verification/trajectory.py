@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 #: Rounding of a float32 sum, with room for its length: an allowed difference even if no noise was measured.
 ROUNDING = 8 * 2.0**-23
-#: A first difference of the loss above this is not rounding; see :func:`order_effect`.
+#: A first difference of the loss above this is not rounding; see :func:`order_effect`. Nor is this share of a step.
 NOT_ROUNDING = 1e-3
 #: Allowed difference of two correct runs, in noise floors. One device and several do not round alike; real faults are
 #: larger by orders of magnitude.
@@ -96,10 +96,32 @@ class Trajectory:
         ours, theirs = (run.weights[step].astype(np.float64) for run in (self, other))
         if not self.sizes or len(ours) != len(theirs):
             return None
+        return list(self.sizes)[int(np.argmax(_ratio(self._norms(ours - theirs), self._norms(ours))))]
+
+    def moved_by_rounding(self, other: Trajectory) -> list[str]:
+        """Return the parameters whose first step differs from that of ``other``, a run of equal meaning.
+
+        Their gradient is rounding alone, of which an optimizer such as Adam makes a step of the usual size. The
+        difference is compared with the step of all weights, since a small one hides nothing.
+        """
+        ours, theirs = (run.weights[1].astype(np.float64) for run in (self, other))
+        distance = self._norms(ours - theirs)
+        is_moved = distance > NOT_ROUNDING * np.linalg.norm(ours - self.weights[0])
+        is_beyond_resolution = distance > ROUNDING * self._norms(ours)
+        return [name for name, is_noise in zip(self.sizes, is_moved & is_beyond_resolution, strict=True) if is_noise]
+
+    def without(self, parameters: Collection[str]) -> Trajectory:
+        """Return this run without the weights of some parameters."""
+        if not parameters:
+            return self
+        stays = np.repeat([name not in parameters for name in self.sizes], list(self.sizes.values()))
+        sizes = {name: size for name, size in self.sizes.items() if name not in parameters}
+        return replace(self, weights=self.weights[:, stays], sizes=sizes)
+
+    def _norms(self, values: Floats) -> Floats:
+        """Return the norm of each parameter's part of ``values``."""
         ends = np.cumsum(list(self.sizes.values()))[:-1]
-        pairs = zip(np.split(ours - theirs, ends), np.split(ours, ends), strict=True)
-        distance, size = np.array([[np.linalg.norm(gap), np.linalg.norm(of)] for gap, of in pairs]).T
-        return list(self.sizes)[int(np.argmax(_ratio(distance, size)))]
+        return np.array([np.linalg.norm(part) for part in np.split(values, ends)])
 
     def first_other_samples(self, other: Trajectory) -> int | None:
         """Return the first step (from 1) whose samples differ from those of ``other``, or ``None``."""
