@@ -243,6 +243,17 @@ def test_workers_for_data_that_reading_opens_follow_from_the_cores(quick: bool, 
     assert ("less time than another process" in plan.decisions["workers"].reason) == (workers == 0)
 
 
+class Graph(torch.nn.Module):
+    """A graph convolution with a dense adjacency; a sample is the number of a node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(30))
+        self.register_buffer("features", torch.randn(30, 4))
+        self.register_buffer("mask", torch.ones(30, dtype=torch.bool))
+        self.layer = torch.nn.Linear(4, 2, bias=False)
+
+
 @pytest.mark.parametrize(
     ("model", "sample", "expected"),
     [
@@ -250,6 +261,7 @@ def test_workers_for_data_that_reading_opens_follow_from_the_cores(quick: bool, 
         (torch.nn.Conv1d(9, 4, 5, bias=False), np.zeros((9, 128)), 9 * 4 * 5 * 128),
         (torch.nn.Embedding(10, 4), {"tokens": [1, 2, 3], "label": 0}, 10 * 4 * 3),
         (torch.nn.Linear(4, 2), "text", 0),
+        (Graph(), torch.tensor(3), 30 * 30 + 30 * 4 + 4 * 2),
     ],
 )
 def test_the_work_of_a_step_decides_over_its_threads(model: torch.nn.Module, sample: Any, expected: int) -> None:

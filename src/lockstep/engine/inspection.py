@@ -149,13 +149,15 @@ def _metric_facts(task: Task) -> tuple[dict[str, Mode], str | None]:
 def multiply_adds(model: nn.Module, dataset: Any) -> int:
     """Of a sample's forward pass, rather too many: as if each parameter were used at each position.
 
-    A position is the input of the first layer's kernel: its input features or channels, or one token.
+    A position is the input of the first layer's kernel: its input features or channels, or one token. A buffer with two
+    dimensions counts as a parameter: it is a factor, such as the adjacency of a graph or a bank of filters.
     """
     widths = (getattr(module, name, None) for module in model.modules() for name in ("in_features", "in_channels"))
     width = 1 if any(isinstance(m, nn.Embedding) for m in model.modules()) else next(filter(None, widths), 1)
     with generators_kept():
         positions = _largest(readable_sample(dataset)) / width
-    return math.ceil(positions) * sum(p.numel() for p in model.parameters())
+    factors = [*model.parameters(), *(b for b in model.buffers() if b.ndim == 2 and b.is_floating_point())]
+    return math.ceil(positions) * sum(factor.numel() for factor in factors)
 
 
 def _largest(sample: Any) -> int:

@@ -222,14 +222,14 @@ def resolve_schedule(
     tenth = total_steps // 10
     epochs_text = "1 epoch" if epochs == 1 else f"{epochs or 0:g} epochs"
     rise = f"onecycle rises for {ONE_CYCLE_RISE:.0%} of the run"
-    default = f"default: {WARMUP_EPOCHS} epochs {epoch_length}"
+    default = f"{WARMUP_EPOCHS} epochs {epoch_length}"
     decision = decide(
         "warmup",
         (config.warmup_steps is not None, config.warmup_steps, "as configured"),
         (epochs is not None, round((epochs or 0) * steps_per_epoch), f"as configured: {epochs_text} {epoch_length}"),
         (config.name == "onecycle", round(ONE_CYCLE_RISE * total_steps), rise),
-        (default_epochs <= tenth, default_epochs, default),
-        (True, tenth, f"a tenth of the run, which is less than the {default}"),
+        (default_epochs <= tenth, default_epochs, f"default: {default}"),
+        (True, tenth, f"default: a tenth of the run's {many(total_steps, 'step')}, since {default} are more"),
     )
     warmup_steps = cast(int, decision.value)
     if warmup_steps > total_steps:
