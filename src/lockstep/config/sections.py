@@ -330,7 +330,7 @@ class FsdpConfig(Section):
     sharding: Literal["full", "hybrid"] = setting(
         "full", "full: divided among all ranks; hybrid: among those of a node, the same on every node"
     )
-    activation_checkpointing: bool = setting(False, "as training.activation_checkpointing, for this strategy alone")
+    activation_checkpointing: bool = setting(False, "as training.activation_checkpointing, with this strategy alone")
     cpu_offload: bool = setting(False, "keep parameters, gradients and optimizer in host memory (GPUs only)")
 
 
@@ -484,3 +484,7 @@ class RunConfig(Section):
                 "accumulation; remove one of them"
             )
         return self
+
+    def recomputes_activations(self, strategy: str) -> bool:
+        """Whether blocks are computed again in the backward pass, with the strategy of this name."""
+        return self.training.activation_checkpointing or (strategy == "fsdp" and self.fsdp.activation_checkpointing)

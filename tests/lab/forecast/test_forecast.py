@@ -34,6 +34,14 @@ def test_a_gpu_that_is_not_here() -> None:
     assert any(f"{rate:,.0f} samples/s" in note and f"{needed:,.0f}" in note for note in report.notes)
 
 
+def test_activations_that_are_computed_again_take_a_forward_more() -> None:
+    wish = Wish((8,), gpu=H100, strategy="ddp")
+    plain = forecast(subject(), wish).rows[0]["step_ms"]
+    again = {"activation_checkpointing": True}
+    assert forecast(subject(training=again), wish).rows[0]["step_ms"] > plain
+    assert forecast(subject(fsdp=again), wish).rows[0]["step_ms"] == plain, "it is a setting of fsdp alone"
+
+
 def test_a_batch_has_no_more_samples_than_there_are() -> None:
     huge = subject(training={"batch_size": 1_000_000})
     report = forecast(huge, Wish((8,), gpu=H100))

@@ -95,7 +95,7 @@ class ShardedModel(Divided):
         self.remarks = (f"fsdp: {many(len(blocks), 'block')} of the model, gathered one at a time",)
         for block in blocks if config.training.compile else []:
             block.forward = compiled(block.forward, config.training.compile_mode)
-        if config.fsdp.activation_checkpointing or config.training.activation_checkpointing:
+        if config.recomputes_activations("fsdp"):
             checkpoint_activations(model, blocks)
         self.root = Asked(model)
         self.reduce_scatter = _ReduceScatter()

@@ -204,13 +204,11 @@ class Counting:
         """Return the memory of a device; a rank with several micro-batches keeps its gradients between them."""
         spec = find_strategy(strategy)
         offloaded = False
-        recompute = self.config.training.activation_checkpointing
         if "fsdp" in spec.settings:
-            settings = self.config.fsdp
-            recompute = recompute or settings.activation_checkpointing
-            offloaded = settings.cpu_offload and self.on_gpu
+            offloaded = self.config.fsdp.cpu_offload and self.on_gpu
             refuse_hybrid(self.config)
-        footprint = self.footprint(size, not spec.one_process or self.shared.accumulate > 1, recompute)
+        keep_gradients = not spec.one_process or self.shared.accumulate > 1
+        footprint = self.footprint(size, keep_gradients, self.config.recomputes_activations(strategy))
         return device_memory(footprint, strategy, ranks, on_gpu=self.on_gpu, offloaded=offloaded)
 
 

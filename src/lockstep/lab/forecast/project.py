@@ -82,7 +82,8 @@ def forecast(subject: Subject, wish: Wish, *, say: Say = lambda line: None) -> B
             report.verdict = "no forecast available: the measurement was stopped"
             return report
     setting, strategy_notes = _setting(cluster, counting, wish)
-    if setting.sharded and (base.config.fsdp.activation_checkpointing or base.config.training.activation_checkpointing):
+    is_measured = wish.gpu is None and base.config.training.activation_checkpointing
+    if base.config.recomputes_activations(setting.strategy) and not is_measured:
         step = replace(step, backward_s=step.backward_s + step.forward_s)
         strategy_notes.append("activation_checkpointing: a forward more in every backward")
     report.rows = [_row(step, count, setting, base) for count in sorted(set(wish.gpus))]
