@@ -68,7 +68,8 @@ CLI_INTRODUCTION = """\
 | 130, 143 | stopped by Ctrl-C or SIGTERM, after a checkpoint |
 
 Errors go to standard error and say what is wrong, why, and how to fix it. `--json` prints one JSON document on
-standard output. RUN is a run's folder, its id, the beginning of its id, or `last`."""
+standard output. RUN is a run's folder, its id, the beginning of its id, or `last`: the run in `runs` (or
+`--runs-dir`) that was started last. To resume an older run does not make it the last."""
 
 
 def cli_page() -> str:

@@ -39,6 +39,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["show"], ["RUN", "lockstep show --help"]),
     (["resume", "last"], ["no run 'last'"]),
     (["resume", "last", "--set", "x"], ["--set"]),
+    (["resume", "last", "--", "--epochs", "8"], ["--epochs stands behind", "without `--`"]),
     (["stop", "./here"], ["here"]),
     (["evaluate", "last", "--checkpoint", "newest"], ["--checkpoint", "best, last"]),
     (["evaluate", "last", "--split", "train"], ["--split", "test", "val"]),

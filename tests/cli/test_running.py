@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -267,6 +268,9 @@ def test_a_finished_run_is_not_overwritten_and_says_how_to_train_on(
     assert "finished run" in capsys.readouterr().err
     assert main(["resume", "run"]) == 0
     assert "--epochs N" in capsys.readouterr().out
+    shutil.copytree("run", "longer")
+    assert main(["resume", "longer", "--epochs", "3", "--max-steps", "18"]) == 0
+    assert Run("longer").step == 18
 
 
 def test_stop_of_a_run_that_ends_at_that_moment(

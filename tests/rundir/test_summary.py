@@ -16,7 +16,7 @@ from lockstep.errors import RunFolderError
 from lockstep.events import RunStarted, StepLogged
 from lockstep.rundir.folder import RunDir, new_run_id
 from lockstep.rundir.heartbeat import announce, seconds_left
-from lockstep.rundir.summary import find_run, live_state, read_runs, summarize
+from lockstep.rundir.summary import compare, find_run, live_state, read_runs, summarize
 from lockstep.studio.commands import Starts
 from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex
@@ -61,6 +61,17 @@ def test_every_reader_gives_the_same_answers(tmp_path: Path, capsys: pytest.Capt
     printed = " ".join(capsys.readouterr().out.split())
     assert "time left 30.0 s" in printed
     assert "rank 0 50.0 ms 2.0 ms 1.5 GB 2.0 GB rank 1 50.0 ms 45.0 ms 2.0 ms 1.5 GB 2.0 GB slow" in printed
+
+
+def test_the_best_evaluation_is_compared_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path / name) for name in ("a", "b")]
+    for run in runs:
+        run.update(best_metric={"val_loss": 0.25}, final_metrics={"val_loss": 0.25, "test_loss": 0.5})
+    results = compare(runs).results
+    assert (results["best val_loss"], results["final test_loss"]) == ([0.25, 0.25], [0.5, 0.5])
+    assert "final val_loss" not in results
+    assert main(["show", str(runs[0].path)]) == 0
+    assert capsys.readouterr().out.count("val_loss") == 1
 
 
 def test_the_bar_estimates_as_the_other_readers(capsys: pytest.CaptureFixture[str]) -> None:

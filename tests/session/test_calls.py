@@ -306,6 +306,9 @@ def test_a_loop_that_stops_early(how: str, tmp_path: Path, capsys: pytest.Captur
     assert [row["val_loss"] for row in rows] == [1.0] + [2.0] * (len(bodies) - 1)
     record = RunDir.open(tmp_path / "run").read()
     assert (record.status, record.best_epoch) == ("completed", 1)
+    beat = RunDir.open(tmp_path / "run").progress()
+    assert beat is not None and beat.step == 2 * len(bodies)
+    assert beat.total == (beat.step if how == "break" else 10)
     assert ("Nothing is left to train: the run has stopped early" in capsys.readouterr().out) == (how == "patience")
 
 

@@ -56,10 +56,11 @@ def _expected_time(plan: Plan, runs_dir: Path) -> str:
         if speed and (summary["step"] or 0) >= DEV_STEPS and (summary["devices"], summary["precision"]) == placement:
             epoch_s = plan.batch.samples / speed
             run_s = plan.total_steps * plan.batch.global_batch / speed
-            waiting = (last_row(run.steps_file) or {}).get("data_wait_share", 0.0)
+            share = (last_row(run.steps_file) or {}).get("data_wait_share")
+            waiting = f", which waited for input {share:.0%} of the time" if isinstance(share, float) else ""
             return (
                 f"an epoch takes about {duration(epoch_s)} and the run {duration(run_s)}, without evaluations, at the "
-                f"{speed:,.0f} samples/s of {run.path.name}, which waited for input {waiting:.0%} of the time"
+                f"{speed:,.0f} samples/s of {run.path.name}{waiting}"
             )
     return (
         "no run of this task on these devices was measured yet: the same command with `train` in place of `plan`, and "

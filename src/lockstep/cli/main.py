@@ -238,6 +238,9 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
         if not is_typo and (key := key_for(option)) is not None:
             value = "true" if key == "training.compile" else "VALUE"
             return UsageError(f"unknown option {option}", fix=f"use --set {key}={value}")
+        if option == suggestion.rstrip("?"):
+            fix = f"write {option} without `--`: words after it are for a script"
+            return UsageError(f"{option} stands behind `--`", fix=fix)
     fix = f"did you mean {suggestion}" if question else _help_of(tokens)
     if isinstance(error, UnknownCommandError):
         message = message.partition(" Available commands:")[0]

@@ -160,6 +160,8 @@ def _job(run: RunDir) -> str | None:
 
 
 def _print_details(details: dict[str, Any], stream: TextIO) -> None:
+    from lockstep.rundir.summary import final_values
+
     rows = [
         ("run", details["id"]),
         *((name, details[name]) for name in ("name", "task", "status", "attempt")),
@@ -174,7 +176,7 @@ def _print_details(details: dict[str, Any], stream: TextIO) -> None:
         ("command", " ".join(details["command"])),
         ("best epoch", details["best_epoch"]),
         *((f"best {name}", value) for name, value in details["best_metric"].items()),
-        *details["final_metrics"].items(),
+        *final_values(details).items(),
         ("folder", details["path"]),
     ]
     print_values(((name, value) for name, value in rows if value not in (None, "")), stream)

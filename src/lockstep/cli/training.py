@@ -144,6 +144,7 @@ def resume(
     epochs: Annotated[
         int | None, flag("Epochs in all, to train a completed run for longer. Default: the run's.")
     ] = None,
+    max_steps: Annotated[int | None, flag("Optimizer steps in all. Default: the run's.")] = None,
     rescale_batch: Annotated[
         bool, flag("Keep the batch per device instead of the global batch: another run from here on.")
     ] = False,
@@ -151,7 +152,9 @@ def resume(
     set: Sets = None,
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> int:
-    overrides = load(sets=[*(set or ()), *([] if epochs is None else [f"training.epochs={epochs}"])])
+    lengths = {"epochs": epochs, "max_steps": max_steps}
+    sets = [f"training.{name}={value}" for name, value in lengths.items() if value is not None]
+    overrides = load(sets=[*(set or ()), *sets])
     if is_url(run):
         overrides = merge({"storage": {"mirror": run}}, overrides)
     else:

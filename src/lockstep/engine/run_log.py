@@ -171,7 +171,7 @@ class RunLog:
             rank.note(
                 "nothing_left",
                 f"Nothing is left to train: the run ended at step {state.step}. To train on, raise training.epochs "
-                "(lockstep resume RUN --epochs N), or training.max_steps or early_stopping_patience.",
+                "or max_steps (lockstep resume RUN --epochs N --max-steps N), or early_stopping_patience.",
             )
 
     def pause(self) -> None:
@@ -454,6 +454,7 @@ class RunLog:
         state = self.state
         ended = self.ended_by or EndedBy.COMPLETED
         rank = self._rank
+        rank.heartbeat(state.step, self.total)
         if rank.config.debug.fast_dev_run:
             rank.note("estimate", self._estimate())
         rank.sink.emit(RunEnded(ended.status, state.step, final, state.best_epoch, state.best_metric, self.elapsed_s))

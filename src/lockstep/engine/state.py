@@ -91,7 +91,10 @@ class EndedBy(StrEnum):
 
 @dataclass(frozen=True)
 class RunResult:
-    """How an attempt ended. ``metrics`` are the final ones: ``val_…`` of the last evaluation and ``test_…``."""
+    """How an attempt ended.
+
+    ``metrics``: ``val_…`` of the best evaluation (without one, of the last), and ``test_…`` of the same weights.
+    """
 
     status: str
     exit_code: int

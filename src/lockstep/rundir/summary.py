@@ -202,10 +202,17 @@ def _results(run_summaries: Sequence[Mapping[str, Any]], plans: Sequence[Mapping
         "git commit": [commit_text(summary["git"]) for summary in run_summaries],
         "best epoch": [summary["best_epoch"] for summary in run_summaries],
     }
-    for prefix, of in (("best", "best_metric"), ("final", "final_metrics")):
-        for name in dict.fromkeys(name for summary in run_summaries for name in summary[of]):
-            rows[f"{prefix} {name}"] = [summary[of].get(name) for summary in run_summaries]
+    bests = [summary["best_metric"] for summary in run_summaries]
+    finals = [final_values(summary) for summary in run_summaries]
+    for prefix, metrics in (("best", bests), ("final", finals)):
+        for name in dict.fromkeys(name for values in metrics for name in values):
+            rows[f"{prefix} {name}"] = [values.get(name) for values in metrics]
     return {name: values for name, values in rows.items() if any(value not in (None, "") for value in values)}
+
+
+def final_values(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics with which a run ended, without those of its best evaluation."""
+    return {name: value for name, value in summary["final_metrics"].items() if name not in summary["best_metric"]}
 
 
 def commit_text(git: Mapping[str, Any] | None) -> str:

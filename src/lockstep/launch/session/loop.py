@@ -145,7 +145,8 @@ class Loop:
         ends = ranks.broadcast(run.read().status == "completed" if ranks.is_main else None)
         if ranks.is_main:
             rest = "The script ends here" if ends else "What follows the loop runs, without the variables of the loop"
-            text = f"Nothing is left to train: the run {over} (lockstep resume RUN --epochs N, or --set). {rest}."
+            advice = "lockstep resume RUN --epochs N, --max-steps N or --set"
+            text = f"Nothing is left to train: the run {over} ({advice}). {rest}."
             print(text, flush=True)
         if ends:
             end_script(0)
@@ -435,6 +436,8 @@ class Loop:
                 return
             if self._left is not None:
                 self._end_epoch(self._left)
+            if training.log.ended_by is None:  # the script has ended: these steps are all
+                training.log.total = self._state.step
             training.save()
             training.wait()
             training.log.flush()
