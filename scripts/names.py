@@ -22,29 +22,29 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
 MEASURES = ("vague", "packed", "splat", "long", "what", "where", "own")
 #: Figures that were reached, by package of ``src/lockstep``: lower them with each change, never raise them.
 LIMITS: dict[str, tuple[float, ...]] = {
-    "all": (1, 0.2, 1.1, 24, 0, 0, 1),
+    "all": (0.8, 0.2, 0, 21, 0, 0, 1),
     "_compat": (0, 0, 0, 0, 0, 0, 0),
     "api": (0, 0, 0, 1, 0, 0, 0),
     "audit": (0, 0, 0, 1, 0, 0, 0),
     "checkpoint": (0, 0, 0, 0, 0, 0, 0),
     "cli": (0, 0, 0, 2, 0, 0, 0),
     "config": (0, 0, 0, 0, 0, 0, 0),
-    "data": (0, 2, 0, 0, 0, 0, 0),
-    "engine": (0, 0, 2, 4, 0, 0, 3),
+    "data": (0, 1, 0, 0, 0, 0, 0),
+    "engine": (0, 0, 0, 2, 0, 0, 2.5),
     "events.py": (0, 0, 0, 0, 0, 0, 0),
     "hardware": (0, 0, 0, 0, 0, 0, 0),
-    "lab": (2, 0, 0, 5, 0, 0, 0),
-    "launch": (2, 0, 0.6, 3, 0, 0, 2),
-    "lightning": (0.5, 0.5, 5, 1, 0, 0, 5),
-    "planning": (1, 0, 0, 1, 0, 0, 0),
+    "lab": (1.8, 0, 0, 5, 0, 0, 0),
+    "launch": (2, 0, 0, 3, 0, 0, 1.3),
+    "lightning": (0, 0.5, 0, 1, 0, 0, 5),
+    "planning": (0.9, 0, 0, 1, 0, 0, 0),
     "readers": (0, 0, 0, 0, 0, 0, 0),
-    "recipes": (0, 0, 1.4, 3, 0, 0, 0),
-    "rundir": (1, 0, 0.6, 0, 0, 0, 0),
+    "recipes": (0, 0, 0, 3, 0, 0, 0),
+    "rundir": (0.6, 0, 0, 0, 0, 0, 0),
     "strategies.py": (0, 0, 0, 0, 0, 0, 0),
-    "studio": (1, 0, 1, 2, 0, 0, 0),
-    "tasks": (0, 0, 2, 1, 0, 0, 0),
-    "telemetry": (0, 0, 1.4, 0, 0, 0, 0),
-    "verification": (2, 0, 1, 0, 0, 0, 0),
+    "studio": (1, 0, 0, 1, 0, 0, 0),
+    "tasks": (0, 0, 0, 1, 0, 0, 0),
+    "telemetry": (0, 0, 0, 0, 0, 0, 0),
+    "verification": (1.9, 0, 0, 0, 0, 0, 0),
 }
 
 VAGUE_NAMES = {
@@ -52,6 +52,8 @@ VAGUE_NAMES = {
     *("others", "own", "place", "said", "seen", "these", "those", "told", "wanted", "what", "where", "why"),
 }
 MAX_PARAMETERS = 6
+#: Calls whose keywords are a user's or data: a signature's, a saved array's or field's name, Lightning's ``max_time``.
+TAKE_ANY = {"bind", "savez", "create_model", "update", "timedelta", "Trainer", "Config"}
 PHRASES = {
     "what": r"\bwhat (it|they|this|that|these|those|is|are|was|were|has|have|had|does|do|did|a|an|the|each|every)\b",
     "where": r"\bwhere (it|they|this|that|these|those|there)\b",
@@ -89,13 +91,7 @@ def count(source: str) -> Counter[str]:
 def _names(tree: ast.Module) -> Iterator[str]:
     """Yield the measure of each finding in names, assignments, calls and signatures."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    forwarded = {
-        id(keyword)
-        for function in functions
-        for keyword in ast.walk(function)
-        if isinstance(keyword, ast.keyword) and isinstance(keyword.value, ast.Name)
-        if function.args.kwarg and keyword.value.id == function.args.kwarg.arg
-    }
+    forwarded = {id(keyword) for function in functions for keyword in _forwarded(function)}
     for function in functions:
         parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         if len([p for p in parameters if p.arg not in ("self", "cls")]) > MAX_PARAMETERS:
@@ -109,6 +105,27 @@ def _names(tree: ast.Module) -> Iterator[str]:
                 yield "packed"
         elif isinstance(node, ast.keyword) and node.arg is None and id(node) not in forwarded:
             yield from ["splat"] * isinstance(node.value, ast.Name | ast.Attribute)
+
+
+def _forwarded(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.keyword]:
+    """Yield the splats in ``function`` that cannot be written as arguments by name.
+
+    They pass on ``**kwargs`` of the function, or go to a parameter of it, to an entry of a table or to one of
+    ``TAKE_ANY``: the names are chosen by the caller or the data.
+    """
+    signature = function.args
+    parameters = {a.arg for a in (*signature.posonlyargs, *signature.args, *signature.kwonlyargs)} - {"self", "cls"}
+    keywords = signature.kwarg and signature.kwarg.arg
+    for call in ast.walk(function):
+        if not isinstance(call, ast.Call):
+            continue
+        callee = call.func
+        name = callee.attr if isinstance(callee, ast.Attribute) else getattr(callee, "id", None)
+        takes_any = name in TAKE_ANY or isinstance(callee, ast.Subscript)
+        if takes_any or (isinstance(callee, ast.Name) and name in parameters):
+            yield from call.keywords
+        else:
+            yield from (k for k in call.keywords if isinstance(k.value, ast.Name) and k.value.id == keywords)
 
 
 def _texts(tree: ast.Module) -> Iterator[str]:

@@ -16,6 +16,7 @@ from lockstep import Task
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
 from lockstep.engine.attempt import run_attempt
+from lockstep.engine.rank_context import Attempt
 from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError
 from lockstep.events import Event, Fanout
@@ -60,12 +61,10 @@ def attempt(
     config, plan, number = given[0]
     run, heard = RunDir(folder), RecordingSink()
     sink = Fanout([RunFolderSink(run), heard]) if rank == 0 else Fanout()
-    run_attempt(
-        *(run, world, settle(task, config)[0], config, plan),
-        attempt=number,
-        sink=sink,
-        stop_signal=lambda: None,
+    attempt = Attempt(
+        run_dir=run, world=world, config=config, plan=plan, number=number, sink=sink, stop_signal=lambda: None
     )
+    run_attempt(attempt, settle(task, config)[0])
     store = CheckpointStore(run.checkpoints)
     return dict(store.load(store.step_of("last") or 0).model), heard.events
 

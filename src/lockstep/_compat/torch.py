@@ -160,7 +160,7 @@ _WRAPPED = "_wrapped_by_lr_sched"
 
 
 def versions(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
-    """``tensors``, of divided ones the parts that are here, and how often each has been written to; -1: ``None``."""
+    """Return tensors (of a DTensor the local part) and their version counters (-1: ``None``), for :func:`differ`."""
     local = [t if type(t) is Tensor else getattr(t, "_local_tensor", t) for t in tensors]  # a miss is slow
     return local, [-1 if tensor is None else tensor._version for tensor in local]
 
@@ -171,8 +171,10 @@ def has_scaled(scaler: torch.amp.GradScaler) -> bool:
 
 
 def differ(before: tuple[list[Any], list[int]], after: tuple[list[Any], list[int]]) -> bool:
-    """Whether one of the tensors that :func:`versions` was given was replaced or written to."""
-    return before[1] != after[1] or any(map(is_not, before[0], after[0]))
+    """Whether a tensor was replaced or written to between two calls of :func:`versions`."""
+    tensors_before, counters_before = before
+    tensors_after, counters_after = after
+    return counters_before != counters_after or any(map(is_not, tensors_before, tensors_after))
 
 
 def guard_step(made: Any, before: Callable[..., None]) -> Callable[[], None]:

@@ -84,7 +84,7 @@ def _watch(look: Callable[[], State], interval: float) -> None:
 
 
 def _tables(state: State) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """Tables as (columns, rows): the run, its ranks, GPUs, hosts; empty ones are left out."""
+    """Return the tables of the run, its ranks, GPUs and hosts that have rows, each as (columns, rows)."""
     run = state["run"]
     nodes = state["nodes"]
     gpus = ("device", "name", "use", "memory", "power", "chip", "clock", "throttled by")

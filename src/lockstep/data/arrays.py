@@ -301,7 +301,8 @@ def leaf_of(dataset: Any, index: int) -> tuple[Any, int]:
     """Return the data set behind ``Subset`` and ``ConcatDataset`` that has sample ``index``, and its index there."""
     while True:
         if type(dataset) is Subset:
-            dataset, index = dataset.dataset, int(dataset.indices[index])
+            index = int(dataset.indices[index])
+            dataset = dataset.dataset
         elif type(dataset) is ConcatDataset:
             part = bisect_right(dataset.cumulative_sizes, index)
             index -= dataset.cumulative_sizes[part - 1] if part else 0

@@ -4,43 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable
 
-from lockstep.config import RunConfig
-from lockstep.engine.rank_context import joined
+from lockstep.engine.rank_context import Attempt, join_ranks
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.runner import runner_of
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import LockstepError
-from lockstep.events import Fanout, RunEnded, Sink
-from lockstep.hardware.world import World
-from lockstep.planning import Plan
-from lockstep.rundir.folder import RunDir
+from lockstep.events import RunEnded, Sink
 
 
-def run_attempt(
-    run_dir: RunDir,
-    world: World,
-    task: Task,
-    config: RunConfig,
-    plan: Plan,
-    *,
-    attempt: int,
-    sink: Sink,
-    stop_signal: Callable[[], int | None],
-    datasets: Datasets | None = None,
-) -> RunResult:
+def run_attempt(attempt: Attempt, task: Task, datasets: Datasets | None = None) -> RunResult:
     """Train until the plan is fulfilled, or a stop is agreed on. Called once per rank.
 
     Args:
         datasets: already opened ones (in the process that made the plan).
     """
-    sink = sink if world.is_main else Fanout()
+    sink = attempt.sink
     log: RunLog | None = None
     with contextlib.closing(sink), contextlib.ExitStack() as ending:
         try:
-            with joined(run_dir, world, config, plan, attempt, sink, stop_signal, ending) as rank:
+            with join_ranks(attempt, ending) as rank:
                 fitting = runner_of(task).fitting(rank, datasets, ending)
                 log = fitting.log
                 return fitting.run()

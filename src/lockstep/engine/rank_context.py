@@ -29,33 +29,6 @@ from lockstep.telemetry.sinks import monitored
 WRITE_TIMEOUT_S = 6 * 3600.0
 
 
-@contextmanager
-def writing(
-    run_dir: RunDir, world: World, config: RunConfig, plan: Plan, collectives: Collectives, sink: Sink
-) -> Iterator[BackgroundWriter | None]:
-    """This rank's writer, if it has anything to write. Collective.
-
-    Rank 0 writes checkpoints, or each rank its part, as is planned. A writer of parts communicates with other ranks: it
-    is closed with the body, before the process group is destroyed.
-    """
-
-    def saved_to(store: CheckpointStore) -> BackgroundWriter:
-        return BackgroundWriter(store, lambda step, path, best: sink.emit(CheckpointSaved(step, path, best)))
-
-    if not plan.sharded_checkpoints:
-        yield saved_to(CheckpointStore(run_dir.checkpoints)) if world.is_main else None
-        return
-    shards = world.local_size if config.fsdp.sharding == "hybrid" else world.size
-    writer = saved_to(ShardedStore(run_dir.checkpoints, Collectives(world, timeout_s=WRITE_TIMEOUT_S), shards))
-    try:
-        yield writer
-    except BaseException:
-        with suppress(LockstepError):  # the first error is the one to report
-            writer.close()
-        raise
-    writer.close()
-
-
 @dataclass(frozen=True)
 class RankContext:
     """Run, plan, device, process group and outputs of one rank.
@@ -90,21 +63,56 @@ class RankContext:
         self.sink.emit(Note(key, text, level))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """An attempt of a run as one of its ranks begins it; ``number`` counts from 1. See :class:`RankContext`."""
+
+    run_dir: RunDir
+    world: World
+    config: RunConfig
+    plan: Plan
+    number: int
+    sink: Sink
+    stop_signal: Callable[[], int | None]
+
+
 @contextmanager
-def joined(
-    run_dir: RunDir,
-    world: World,
-    config: RunConfig,
-    plan: Plan,
-    attempt: int,
-    sink: Sink,
-    stop_signal: Callable[[], int | None],
-    ending: ExitStack,
-) -> Iterator[RankContext]:
-    """This process as a rank among the others; the first one of a node also samples its machine. Collective.
+def open_writer(attempt: Attempt, collectives: Collectives) -> Iterator[BackgroundWriter | None]:
+    """Open this rank's writer, if it has anything to write. Collective.
+
+    Rank 0 writes checkpoints, or each rank its part, as is planned. A writer of parts communicates with other ranks: it
+    is closed with the body, before the process group is destroyed.
+    """
+
+    def saved_to(store: CheckpointStore) -> BackgroundWriter:
+        return BackgroundWriter(store, lambda step, path, best: attempt.sink.emit(CheckpointSaved(step, path, best)))
+
+    folder = attempt.run_dir.checkpoints
+    world = attempt.world
+    if not attempt.plan.sharded_checkpoints:
+        yield saved_to(CheckpointStore(folder)) if world.is_main else None
+        return
+    shards = world.local_size if attempt.config.fsdp.sharding == "hybrid" else world.size
+    writer = saved_to(ShardedStore(folder, Collectives(world, timeout_s=WRITE_TIMEOUT_S), shards))
+    try:
+        yield writer
+    except BaseException:
+        with suppress(LockstepError):  # the first error is the one to report
+            writer.close()
+        raise
+    writer.close()
+
+
+@contextmanager
+def join_ranks(attempt: Attempt, ending: ExitStack) -> Iterator[RankContext]:
+    """Make this process a rank among the others; the first one of a node also samples its machine. Collective.
 
     ``ending`` is closed when the failure of an attempt, if any, has been recorded; it ends heartbeat and writer.
     """
+    run_dir = attempt.run_dir
+    world = attempt.world
+    config = attempt.config
+    plan = attempt.plan
     device = rank_device(tuple(plan.placement["devices"]), world)
     timeout_s = config.distributed.timeout_s
     watches = config.telemetry.system_metrics and world.local_rank == 0
@@ -116,7 +124,7 @@ def joined(
         monitored(run_dir.path, plan.placement["devices"], node=world.node_rank) if watches else nullcontext(),
     ):
         collectives = Collectives(world, timeout_s=timeout_s)
-        with writing(run_dir, world, config, plan, collectives, sink) as writer:
+        with open_writer(attempt, collectives) as writer:
             if writer is not None:
                 ending.callback(writer.close)
             if world.is_main:
@@ -129,11 +137,11 @@ def joined(
                 plan,
                 device,
                 collectives,
-                attempt=attempt,
-                sink=sink,
+                attempt=attempt.number,
+                sink=attempt.sink,
                 writer=writer,
                 heartbeat=heartbeat.beat,
-                stop_signal=stop_signal,
+                stop_signal=attempt.stop_signal,
             )
 
 

@@ -447,7 +447,15 @@ class RunLog:
         copy = writer.to_host(content, steady)
         keep = retained([*writer.store.steps(), state.step], rank.config.checkpoint.keep_last, state.best_step)
         manifest = manifest_of(rank.config, rank.plan, state, rank.attempt, self._pins)
-        writer.submit(Snapshot(state.step, **copy, manifest=manifest), best=best, keep=keep)
+        snapshot = Snapshot(
+            step=state.step,
+            model=copy["model"],
+            trainer=copy["trainer"],
+            manifest=manifest,
+            rows=copy.get("rows", {}),
+            frozen=copy["frozen"],
+        )
+        writer.submit(snapshot, best=best, keep=keep)
 
     def finish(self, final: dict[str, float]) -> RunResult:
         """Emit the end of the run; ``final``: the metrics that it ends with."""

@@ -60,7 +60,7 @@ class TrainedParameters:
         self.follow()
 
     def follow(self) -> None:
-        """Train the parameters that require a gradient now."""
+        """Set ``trained`` to the parameters that require a gradient now."""
         self._requires_grad = [parameter.requires_grad for parameter in self._named.values()]
         self.trained = [parameter for parameter in self._named.values() if parameter.requires_grad]
 

@@ -134,6 +134,7 @@ class Training:
             self.rank.collectives.broadcast(None)  # barrier
 
     def _trainer_state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint besides the model; subclasses add optimizers, schedules and generators."""
         state = self.state
         state.skipped_steps = sum(update.skipped for update in self._updates)
         if not self._divides:

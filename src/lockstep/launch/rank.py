@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 from lockstep.config import RunConfig
 from lockstep.engine.attempt import run_attempt
+from lockstep.engine.rank_context import Attempt
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
 from lockstep.events import Fanout, Restarted
@@ -51,17 +52,16 @@ def train(team: Team, start: Start, ending: ExitStack, launched: Rank | None = N
     sink = standard_sinks(start.run, start.config, sys.stdout) if team.world.is_main else Fanout()
     if start.restarted is not None:
         sink.emit(start.restarted)
-    return run_attempt(
-        start.run,
-        team.world,
-        start.task,
-        start.config,
-        start.plan,
-        attempt=start.attempt,
+    attempt = Attempt(
+        run_dir=start.run,
+        world=team.world,
+        config=start.config,
+        plan=start.plan,
+        number=start.attempt,
         sink=sink,
         stop_signal=lambda: stop.requested,
-        datasets=start.datasets,
     )
+    return run_attempt(attempt, start.task, start.datasets)
 
 
 def train_as_launched(

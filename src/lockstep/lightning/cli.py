@@ -120,7 +120,7 @@ def _task(
     kind: type[ModuleTask] = type(model.__name__, (ModuleTask,), attributes)
     if cli_class is not LockstepCLI:
         options["cli_class"] = cli_class
-    return kind(ModuleConfig(**section), cli=options)
+    return kind(ModuleConfig.model_validate(section), cli=options)
 
 
 def _importable(kind: Any) -> bool:

@@ -148,15 +148,16 @@ def rank_arguments(
     environment = RankEnvironment(world)
     distributed = distributed or DistributedConfig()
     on_cpu = devices[0].type == "cpu"
-    several = world.size > 1
-    ddp: dict[str, Any] = {
-        "parallel_devices": devices,
-        "cluster_environment": environment,
-        "process_group_backend": placement["backend"],
-        "timeout": timedelta(seconds=distributed.timeout_s),
-        "find_unused_parameters": distributed.find_unused_parameters,
-        "bucket_cap_mb": distributed.bucket_cap_mb,
-    }
+    strategy: RankedDdp | str = "auto"
+    if world.size > 1:
+        strategy = RankedDdp(
+            parallel_devices=devices,
+            cluster_environment=environment,
+            process_group_backend=placement["backend"],
+            timeout=timedelta(seconds=distributed.timeout_s),
+            find_unused_parameters=distributed.find_unused_parameters,
+            bucket_cap_mb=distributed.bucket_cap_mb,
+        )
     precision = placement["precision"]
     if precision == "16-mixed" and on_cpu:
         precision = "bf16-mixed"  # as Lightning would, with a warning; the plan says so
@@ -166,8 +167,8 @@ def rank_arguments(
         "devices": len(devices) if on_cpu else sorted({device.index for device in devices}),
         "num_nodes": world.nodes,
         "precision": "32-true" if precision == "32" else precision,
-        "strategy": RankedDdp(**ddp) if several else "auto",
-        "plugins": [] if several else [environment],
+        "strategy": strategy,
+        "plugins": [environment] if strategy == "auto" else [],
         "use_distributed_sampler": False,
     }
 

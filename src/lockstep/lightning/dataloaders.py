@@ -202,12 +202,6 @@ class SharedBatches:
         return sum(map(len, self._batches))
 
 
-_KEPT = (
-    *("num_workers", "pin_memory", "timeout", "worker_init_fn"),
-    *("multiprocessing_context", "prefetch_factor"),
-)
-
-
 class SeededLoader(DataLoader[Any]):
     """The user's DataLoader with another batch sampler; its generator and workers are seeded again in each epoch.
 
@@ -228,10 +222,19 @@ class SeededLoader(DataLoader[Any]):
         self._seeding = (seed, rank, epoch)
         self._seeds_generator = loader.generator is None
         self._seeds_workers = loader.worker_init_fn is None
-        generator = torch.Generator() if self._seeds_generator else loader.generator
-        arguments = {name: getattr(loader, name) for name in _KEPT}
-        arguments["collate_fn"] = HandingCollate(loader.collate_fn)
-        super().__init__(loader.dataset, batch_sampler=batch_sampler, generator=generator, **arguments, **defaults)
+        super().__init__(
+            loader.dataset,
+            batch_sampler=batch_sampler,
+            generator=torch.Generator() if self._seeds_generator else loader.generator,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+            collate_fn=HandingCollate(loader.collate_fn),
+            **defaults,
+        )
 
     def __iter__(self) -> Any:
         # A generator: workers start with the first batch, after the hooks that may change the data set of the epoch.

@@ -10,8 +10,9 @@ from lockstep.config import RunConfig
 from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.events import Note
 from lockstep.planning import Decision, Plan
+from lockstep.planning.conflicts import refuse
 from lockstep.planning.decision import decide
-from lockstep.planning.notes import changed_keys, refuse, unused
+from lockstep.planning.notes import changed_keys, unused
 
 #: Decisions about parts of Lockstep's loop that Lightning's Trainer replaces.
 _UNUSED = ("warmup", "channels_last", "data_device", "one_message", "weight_decay")

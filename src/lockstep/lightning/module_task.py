@@ -196,7 +196,7 @@ class ModuleTask(Task):
             options["parser_kwargs"] = {"exit_on_error": False}
         try:
             with quiet_trainer():
-                module, self._datamodule, trainer = make_parts(sections, **options)
+                module, self._datamodule, trainer = make_parts(sections, options)
         except ArgumentError as error:
             raise TaskError(
                 "this run's sections of LightningCLI do not make its module and data",

@@ -167,13 +167,16 @@ class LockstepCLI(OpenCLI):
             ) from error
 
 
-def make_parts(
-    sections: Mapping[str, Any], cli_class: type[LockstepCLI] = LockstepCLI, **options: Any
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Return what ``sections`` of LightningCLI make: module, data module, arguments of the Trainer.
+def make_parts(sections: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Make module, data module and arguments of the Trainer from ``sections`` of LightningCLI.
 
-    ``options``: further arguments of the class.
+    ``options``: ``cli_class``, a subclass of :class:`LockstepCLI`, and further arguments of this class.
     """
-    options |= {"args": deepcopy(dict(sections)), "run": False, "save_config_callback": None}
-    cli = cli_class(**options)
+    kind: type[LockstepCLI] = options.get("cli_class", LockstepCLI)
+    cli = kind(
+        **{name: value for name, value in options.items() if name != "cli_class"},
+        args=deepcopy(dict(sections)),
+        run=False,
+        save_config_callback=None,
+    )
     return cli.model, cli.datamodule, changed(cli.trainer)  # type: ignore[arg-type]

@@ -1,16 +1,16 @@
-"""Notes of the plan for the user, and combinations of settings that it refuses."""
+"""Notes of the plan for the user."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from pydantic import BaseModel
 
 from lockstep.config import RunConfig
-from lockstep.errors import ConfigError, UnsupportedError, many
+from lockstep.errors import many
 from lockstep.events import Note
 from lockstep.hardware.resolve import Placement
-from lockstep.planning.batch import DRAWS, OWN, BatchPlan
+from lockstep.planning.batch import BatchPlan
 from lockstep.planning.plan import ResumePoint, TaskFacts
 from lockstep.strategies import strategies
 
@@ -141,84 +141,3 @@ def changed_keys(config: RunConfig, section: str, *names: str) -> list[str]:
 def unused(keys: list[str], reason: str, scope: str = "") -> Iterator[Note]:
     if keys:
         yield Note("settings_unused", f"{', '.join(keys)} has no effect{scope}: {reason}.")
-
-
-def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFacts) -> None:
-    """Raise :class:`ConfigError` or :class:`UnsupportedError` for settings that are incompatible with each other."""
-    training = config.training
-    spec = placement.spec
-    strategy = f"strategy {spec.name}"
-    is_staged = spec.state == "staged"
-    has_averaging = config.averaging.name != "none"
-    averaging = f"averaging.name={config.averaging.name}"
-    if training.reproducibility == "exact":
-        _check_exact(config, placement, facts)
-    if config.scheduler.name == "plateau" and not (facts.val_samples or facts.validates_itself or facts.own_schedule):
-        raise ConfigError(
-            "scheduler.name=plateau needs validation data",
-            why="it lowers the learning rate when the monitored metric of evaluations does not improve",
-            fix="return validation data from datasets(), or choose another schedule, such as cosine",
-        )
-    if has_averaging:
-        refused = {strategy: (is_staged, "no rank has all of the weights")}
-        refuse(averaging, refused, "use another strategy, or averaging.name=none")
-    if spec.scatters:
-        reason = "it calls copies of the model, whose blocks would be those of the original"
-        refused = {"training.activation_checkpointing": (training.activation_checkpointing, reason)}
-        refuse(strategy, refused, "use --strategy ddp or fsdp, or leave it out")
-    if placement.precision == "bf16-true":
-        refused = {
-            strategy: (is_staged, "its stages are called one by one, with float32"),
-            averaging: (has_averaging, "an average of weights with 8 bits does not follow small changes"),
-        }
-        refuse("precision bf16-true", refused, "use bf16-mixed, or leave it out")
-    if spec.divides:
-        _check_divided(config, placement, facts)
-
-
-def _check_divided(config: RunConfig, placement: Placement, facts: TaskFacts) -> None:
-    """Refuse settings that need the whole model on each rank."""
-    training = config.training
-    optimizer = config.optimizer.name
-    spec = placement.spec
-    is_sharded = spec.state == "sharded"
-    offloads_on_cpu = "fsdp" in spec.settings and config.fsdp.cpu_offload and placement.accelerator == "cpu"
-    needs_matrices = is_sharded and optimizer == "adafactor" and facts.optimizer_lr is None
-    blocks = "blocks are compiled one by one, as their parameters are gathered between them"
-    refused = {
-        "training.compile": (training.compile and not is_sharded, "its stages are called one by one, not as the model"),
-        "training.compile_loss": (training.compile_loss, blocks),
-        "fsdp.cpu_offload on the CPU": (offloads_on_cpu, "there is no other memory to move anything to"),
-        f"optimizer.name={optimizer}": (needs_matrices, "it needs whole matrices, and each rank has rows of them"),
-    }
-    refuse(f"strategy {spec.name}", refused, "leave one of them out")
-
-
-def _check_exact(config: RunConfig, placement: Placement, facts: TaskFacts) -> None:
-    lanes = config.training.lanes
-    ranks = placement.world_size
-    reason = "its sums or kernels depend on how the work is divided"
-    refused = {
-        f"strategy {placement.strategy}": (not placement.spec.supports_exact, reason),
-        "training.compile": (config.training.compile, reason),
-        "distributed.sync_batchnorm on": (config.distributed.sync_batchnorm == "on", reason),
-    }
-    refuse("reproducibility: exact", refused, "use strategy single or ddp, or reproducibility: fast")
-    if facts.sampling is not None and facts.sampling.draws:
-        raise UnsupportedError("reproducibility: exact cannot train on this stream", why=DRAWS, fix=OWN)
-    if lanes % ranks:
-        raise ConfigError(
-            f"{ranks} ranks do not divide {lanes} lanes",
-            why="exact mode gives every rank the same number of lanes",
-            fix=f"use 1, 2, 4, … up to {lanes} ranks, or set training.lanes (a power of two) before the run starts",
-        )
-
-
-def refuse(subject: str, refused: Mapping[str, tuple[bool, str]], fix: str) -> None:
-    """Raise :class:`UnsupportedError` for the first setting of ``refused`` that is used.
-
-    ``refused``: for each setting that is incompatible with ``subject``, whether it is used, and the reason.
-    """
-    for setting, (is_used, reason) in refused.items():
-        if is_used:
-            raise UnsupportedError(f"{subject} is incompatible with {setting}", why=reason, fix=fix)

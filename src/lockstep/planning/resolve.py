@@ -10,9 +10,10 @@ from lockstep.config import CheckpointConfig, DistributedConfig, OptimizerConfig
 from lockstep.errors import ConfigError, many
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import BatchPlan, order_notes, resolve_batch, resolve_order
+from lockstep.planning.conflicts import refuse_contradictions
 from lockstep.planning.decision import Decision, Decisions, by_key, decide
 from lockstep.planning.loader import resolve_loader
-from lockstep.planning.notes import refuse_contradictions, run_notes
+from lockstep.planning.notes import run_notes
 from lockstep.planning.plan import Mode, Plan, ResumePoint, TaskFacts
 from lockstep.planning.schedule import resolve_course
 from lockstep.strategies import StrategySpec

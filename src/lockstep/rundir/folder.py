@@ -247,8 +247,8 @@ def _refuse_own_code(config: RunConfig, folder: Path) -> None:
             raise ValueError(f"it names {file_name[:200]}, which is not an absolute, resolved path")
 
 
-class _In:
-    """The path of a name in the run folder."""
+class _PathInRun:
+    """An attribute of :class:`RunDir`: the path of the file or folder ``name`` in it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -266,22 +266,22 @@ class RunDir:
 
     path: Path
 
-    run_file = _In("run.json")
-    config_file = _In("config.yaml")
-    heartbeat_file = _In("heartbeat.json")
-    metrics_file = _In("metrics.json")
-    steps_file = _In("steps.jsonl")
-    evaluations_file = _In("evaluations.jsonl")
-    ranks_file = _In("ranks.jsonl")
-    profile = _In("profile")
-    plan_file = _In("plan.json")
-    job_file = _In("job.json")
-    attempts = _In("attempts")
-    checkpoints = _In("checkpoints")
-    pictures = _In("pictures")
-    audio = _In("audio")
-    remarks_file = _In("remarks.jsonl")
-    logs = _In("logs")
+    run_file = _PathInRun("run.json")
+    config_file = _PathInRun("config.yaml")
+    heartbeat_file = _PathInRun("heartbeat.json")
+    metrics_file = _PathInRun("metrics.json")
+    steps_file = _PathInRun("steps.jsonl")
+    evaluations_file = _PathInRun("evaluations.jsonl")
+    ranks_file = _PathInRun("ranks.jsonl")
+    profile = _PathInRun("profile")
+    plan_file = _PathInRun("plan.json")
+    job_file = _PathInRun("job.json")
+    attempts = _PathInRun("attempts")
+    checkpoints = _PathInRun("checkpoints")
+    pictures = _PathInRun("pictures")
+    audio = _PathInRun("audio")
+    remarks_file = _PathInRun("remarks.jsonl")
+    logs = _PathInRun("logs")
 
     @cached_property
     def _steps(self) -> JsonLines:

@@ -195,12 +195,13 @@ class Heartbeat:
         self._beat(path, ended=True)
 
     def _beat(self, path: Path, ended: bool = False) -> None:
-        began: dict[str, Any] = {}
+        began = None
+        began_at = 0
         if self._began is not None:
-            since, step = self._began
-            began = {"began": time.time() - (running_s() - since), "began_at": step}
+            since, began_at = self._began
+            began = time.time() - (running_s() - since)
         with contextlib.suppress(StorageError):
-            announce(path, *self._progress, ended=ended, **began)
+            announce(path, *self._progress, ended=ended, began=began, began_at=began_at)
 
 
 class Activity(IntEnum):

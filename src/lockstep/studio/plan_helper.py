@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from lockstep.engine.task import Datasets
 from lockstep.engine.task_settings import settings_model
 from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError
 from lockstep.hardware.detect import Device
-from lockstep.hardware.nvml import GpuUser
 from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
 from lockstep.launch.prepare import plan_for, settle
@@ -50,7 +51,7 @@ class Helper:
     def _plan(self, task: str, config: Mapping[str, Any], devices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the output of ``lockstep plan --json`` for these settings, on a machine with these devices."""
         built, whole = settle(task, config)
-        detected = [Device(**{**d, "users": tuple(GpuUser(**u) for u in d["users"])}) for d in devices]
+        detected = TypeAdapter(list[Device]).validate_python(devices)
         placement = resolve_placement(whole.hardware, whole.distributed, World(), detected)
         key = json.dumps([whole.task.model_dump(mode="json"), whole.data.model_dump(mode="json"), whole.training.seed])
         now = time.monotonic()

@@ -332,6 +332,7 @@ class Feed:
             self.epochs = {"type": "epochs", "run": self.name, **rows}
 
     def _begin(self, name: str) -> None:
+        """Read the file of stream ``name`` from its beginning, and take a preview of its rows."""
         tail = self.tails[name]
         tail.restart(self._attempts)
         preview = tail.sample()

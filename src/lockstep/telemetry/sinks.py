@@ -252,14 +252,15 @@ def training_results(rows: Sequence[Mapping[str, Any]], event: events.RunEnded, 
     test = {key: value for key, value in event.final_metrics.items() if key.startswith("test_")}
     names = list(dict.fromkeys(key for row in rows for key in row))
     return {
-        **{f"best_{_short(key)}": value for key, value in best.items()},
+        **{f"best_{_metric_label(key)}": value for key, value in best.items()},
         "best_epoch": event.best_epoch,
-        **{_short(key): value for key, value in test.items()},
+        **{_metric_label(key): value for key, value in test.items()},
         "total_time_minutes": event.duration_s / 60,
-        "history": {_short(name): [row.get(name) for row in rows] for name in names},
+        "history": {_metric_label(name): [row.get(name) for row in rows] for name in names},
         "config": config.model_dump(mode="json"),
     }
 
 
-def _short(name: str) -> str:
+def _metric_label(name: str) -> str:
+    """Shorten ``accuracy`` at the end of a metric's name to ``acc``."""
     return name.removesuffix("uracy") if name.endswith("accuracy") else name

@@ -86,7 +86,7 @@ class Lab:
         return len(self.plan.placement["devices"])
 
     def run(self, variant: Variant) -> Trajectory:
-        """The trajectory of ``variant``; each is run once. Raises :class:`LockstepError`: the run failed."""
+        """Train ``variant``, unless it was trained before, and return its trajectory. Raises :class:`LockstepError`."""
         if variant not in self._done:
             path = self.folder / f"run-{len(self._done) + 1:02}"
             self._train(variant.describe(self.devices), self._settings(variant, path))

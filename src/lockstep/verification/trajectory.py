@@ -73,16 +73,16 @@ class Trajectory:
         """Join this run until ``step`` with ``other``, which was resumed from its checkpoint."""
         rows_before = [index for index, merged in enumerate(self.merged) if merged <= step]
         shared = self.buffers.keys() & other.buffers.keys()
-        rows: dict[str, Any] = {
-            name: np.concatenate([getattr(self, name)[:step], getattr(other, name)])
-            for name in ("loss", "count", "grad_norm", "digest", "samples")
-        }
         rates = (self.lr[:step], other.lr)
         width = max(self.lr.shape[1], other.lr.shape[1])
         wide = [np.pad(lr, ((0, 0), (0, width - lr.shape[1])), constant_values=math.nan) for lr in rates]
         return replace(
             other,
-            **rows,
+            loss=np.concatenate([self.loss[:step], other.loss]),
+            count=np.concatenate([self.count[:step], other.count]),
+            grad_norm=np.concatenate([self.grad_norm[:step], other.grad_norm]),
+            digest=np.concatenate([self.digest[:step], other.digest]),
+            samples=np.concatenate([self.samples[:step], other.samples]),
             lr=np.concatenate(wide),
             weights=np.concatenate([self.weights[: step + 1], other.weights[1:]]),
             merged=(*self.merged[: len(rows_before)], *other.merged[1:]),
@@ -145,7 +145,10 @@ def read_trajectory(path: Path) -> Trajectory:
         loss = main["loss"] / main["count"]
     return Trajectory(
         loss=loss,
-        **{name: main[name] for name in ("count", "grad_norm", "lr", "weights")},
+        count=main["count"],
+        grad_norm=main["grad_norm"],
+        lr=main["lr"],
+        weights=main["weights"],
         digest=np.sum([rank["digest"] for rank in ranks], axis=0, dtype=np.uint64),  # wraps, as the hashes' sum does
         samples=np.sum([rank["samples"] for rank in ranks], axis=0),
         draws=tuple(main["draws"].tolist()),

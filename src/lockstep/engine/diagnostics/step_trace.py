@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,9 +116,18 @@ class Trace:
         self._read_buffers(0)
 
     def source(self, source: Source) -> Source:
-        values = {each.name: getattr(source, each.name) for each in fields(source)}
-        values |= {"collate": DigestingCollate(source.collate), "arrangement": self._settings.trace}
-        return TracedSource(**values)
+        return TracedSource(
+            dataset=source.dataset,
+            collate=DigestingCollate(source.collate),
+            seed=source.seed,
+            order=source.order,
+            lanes=source.lanes,
+            skipped=source.skipped,
+            min_samples=source.min_samples,
+            pad=source.pad,
+            full=source.full,
+            arrangement=self._settings.trace,
+        )
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         return map(self._unpack, batches)

@@ -116,7 +116,7 @@ class PipelineModel(Divided):
         return {**state, "state": {number: values for number, values in state["state"].items() if number in mine}}
 
     def _numbers(self, optimizer: Optimizer) -> set[int]:
-        """Which of the optimizer's parameters are this rank's, as its state dict numbers them."""
+        """Return the numbers, as in the optimizer's state dict, of the parameters of this rank."""
         local_ids = {id(parameter) for parameter in self.mine.parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return {number for number, parameter in enumerate(parameters) if id(parameter) in local_ids}
@@ -183,10 +183,10 @@ class PipelineStrategy(Strategy):
         return self._pipeline.whole(state, collectives, keep=keep)
 
     def evaluating(self, task: Task) -> Task:
-        return Through(task, self._ask_stages)
+        return Through(task, self._through_stages)
 
-    def _ask_stages(self, function: Callable[..., Any], _: nn.Module, batch: Any) -> Any:
-        """Of an evaluation: the last rank alone has rows."""
+    def _through_stages(self, function: Callable[..., Any], _: nn.Module, batch: Any) -> Any:
+        """Evaluate ``function(model, batch)`` in all stages; the last rank returns its result, the others ``None``."""
         result = self.through(function, batch)[1]
         self._down.flush()
         return result if self._pipeline.is_last else None

@@ -151,6 +151,71 @@ class Footprint:
         return tuple(passed[index] / passed[-1] for index in self.ready)
 
 
+@dataclass(frozen=True)
+class _StepCount:
+    """A step to count; see :func:`count_step`."""
+
+    task: Task
+    config: RunConfig
+    batch_size: int
+    keep_gradients: bool
+    block: int
+    recompute: bool
+
+    def count(self, batch: Any, fake: FakeTensorMode | None) -> Footprint:
+        """Count two steps of :attr:`task` on ``batch``, whose tensors are of ``fake``; the second is that of a run."""
+        task = self.task
+        config = self.config
+        ledger = Ledger(self.block)
+        arrived: list[tuple[int, int]] = []
+
+        def keep_gradient(parameter: Tensor) -> None:
+            ledger.add(parameter.grad, "gradients")
+            arrived.append((parameter.nbytes, len(ledger.work)))
+
+        with ledger:
+            model = cast(_model_of(task, fake), config.hardware.precision)
+            ledger.add(list(model.parameters()), "parameters")
+            ledger.add(list(model.buffers()), "buffers")
+            ledger.add(batch, "batch")
+            if self.recompute:
+                checkpoint_activations(model, blocks_of(task, bare(model)))
+            with ledger.counting("optimizer"):
+                optimizer = task.optimizer(bare(model)) or build_optimizer(config.optimizer, model, config.optimizer.lr)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(keep_gradient)
+            precision = Precision(config.hardware.precision, _CPU, 1.0)
+            for _ in range(2):
+                arrived.clear()
+                for parameter in trained:
+                    if not self.keep_gradients:
+                        parameter.grad = None
+                    elif parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                        ledger.add(parameter.grad, "gradients")
+                ledger.reset()
+                with precision.autocast():
+                    total = check_loss(task.loss(bare(model), batch)).total.float()
+                forward = len(ledger.work)
+                total.backward()
+                del total
+                backward = len(ledger.work)
+                with ledger.counting("optimizer"):
+                    optimizer.step()
+        return Footprint(
+            batch_size=self.batch_size,
+            kinds={str(kind): size for kind, size in ledger.peak.items()},
+            gradients=tuple(size for size, _ in arrived),
+            ready=tuple(index - forward for _, index in arrived),
+            blocks=tuple(_blocks(task, model)),
+            on="real" if fake is None else "fake",
+            forward=ledger.work[:forward],
+            backward=ledger.work[forward:backward],
+            optimizer=ledger.work[backward:],
+        )
+
+
 def count_step(
     task: Task,
     config: RunConfig,
@@ -169,62 +234,12 @@ def count_step(
     Raises:
         TaskError: the task cannot make a step. UnsupportedError: the step reads values, and is too large for real ones.
     """
-
-    def count(batch: Any, fake: FakeTensorMode | None) -> Footprint:
-        ledger = Ledger(block)
-        arrived: list[tuple[int, int]] = []
-
-        def keep_gradient(parameter: Tensor) -> None:
-            ledger.add(parameter.grad, "gradients")
-            arrived.append((parameter.nbytes, len(ledger.work)))
-
-        with ledger:
-            model = cast(_model_of(task, fake), config.hardware.precision)
-            ledger.add(list(model.parameters()), "parameters")
-            ledger.add(list(model.buffers()), "buffers")
-            ledger.add(batch, "batch")
-            if recompute:
-                checkpoint_activations(model, blocks_of(task, bare(model)))
-            with ledger.counting("optimizer"):
-                optimizer = task.optimizer(bare(model)) or build_optimizer(config.optimizer, model, config.optimizer.lr)
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            for parameter in trained:
-                parameter.register_post_accumulate_grad_hook(keep_gradient)
-            precision = Precision(config.hardware.precision, _CPU, 1.0)
-            for _ in range(2):
-                arrived.clear()
-                for parameter in trained:
-                    if not keep_gradients:
-                        parameter.grad = None
-                    elif parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                        ledger.add(parameter.grad, "gradients")
-                ledger.reset()
-                with precision.autocast():
-                    total = check_loss(task.loss(bare(model), batch)).total.float()
-                forward = len(ledger.work)
-                total.backward()
-                del total
-                backward = len(ledger.work)
-                with ledger.counting("optimizer"):
-                    optimizer.step()
-        return Footprint(
-            batch_size=batch_size,
-            kinds={str(kind): size for kind, size in ledger.peak.items()},
-            gradients=tuple(size for size, _ in arrived),
-            ready=tuple(index - forward for _, index in arrived),
-            blocks=tuple(_blocks(task, model)),
-            on="real" if fake is None else "fake",
-            forward=ledger.work[:forward],
-            backward=ledger.work[forward:backward],
-            optimizer=ledger.work[backward:],
-        )
-
+    step = _StepCount(task, config, batch_size, keep_gradients, block, recompute)
     # Tensors without memory like those of the batch; if that fails, the batch itself.
     try:
         with seeded(config.training.seed), FakeTensorMode() as fake:
             like = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-            return count(like, fake)
+            return step.count(like, fake)
     except LockstepError:
         raise
     except Exception as error:  # a shape rule that torch lacks, a value that the model reads: whatever the task met
@@ -239,7 +254,7 @@ def count_step(
             ) from None
     try:
         with seeded(config.training.seed):
-            return count(batch, None)
+            return step.count(batch, None)
     except LockstepError:
         raise
     except Exception as error:

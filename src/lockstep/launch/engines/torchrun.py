@@ -246,8 +246,13 @@ def _failure(folder: RunDir, failures: Mapping[int, Any], otherwise: str) -> Loc
     with contextlib.suppress(LockstepError):  # the folder may be what failed
         for rank, end in failures.items():
             if rank not in recorded:  # it was killed
-                process = {"host": socket.gethostname(), "pid": end.pid, "time": float(end.timestamp)}
-                killed = records.RankError(rank=rank, exit_code=end.exitcode, **process)
+                killed = records.RankError(
+                    rank=rank,
+                    host=socket.gethostname(),
+                    pid=end.pid,
+                    time=float(end.timestamp),
+                    exit_code=end.exitcode,
+                )
                 records.write(records.error_file(run.logs, rank), killed.model_dump())
     deadline = time.monotonic() + _REASON_S
     while _is_collateral(run) and time.monotonic() < deadline:

@@ -176,8 +176,9 @@ class Supervisor:
                 _signal_group(pid, signal.SIGKILL)  # its loader workers, for example
             # An exit code other than a signal's is the rank's verdict, however late it comes.
             ended = ending and -code in (signal.SIGTERM, signal.SIGKILL)
-            times = {"alive_at": self._checked_at, "seen_at": now}
-            self.exits[rank] = RankEnd(rank=rank, pid=pid, code=code, ended_by_launcher=ended, **times)
+            self.exits[rank] = RankEnd(
+                rank=rank, pid=pid, code=code, ended_by_launcher=ended, alive_at=self._checked_at, seen_at=now
+            )
         self._checked_at = now
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.engine.fingerprint import examined
-from lockstep.engine.rank_context import joined as joined_ranks
+from lockstep.engine.rank_context import Attempt, join_ranks
 from lockstep.engine.resume import check_fits
 from lockstep.engine.session.batches import UpdateRows, check_alike, length
 from lockstep.engine.session.prepared import Beside, PreparedModels
@@ -90,9 +90,16 @@ def begin_attempt(
         check_fits(snapshot.manifest, plan, makes_data=makes_data, remedy=remedy)
     sink: Sink = standard_sinks(run, config, sys.stdout) if joined.world.is_main else Fanout()
     ending.callback(sink.close)
-    rank = ending.enter_context(
-        joined_ranks(run, joined.world, config, plan, number, sink, lambda: joined.stop.requested, ending)
+    attempt = Attempt(
+        run_dir=run,
+        world=joined.world,
+        config=config,
+        plan=plan,
+        number=number,
+        sink=sink,
+        stop_signal=lambda: joined.stop.requested,
     )
+    rank = ending.enter_context(join_ranks(attempt, ending))
     ending.callback(end_data, datasets)
     training = SessionTraining(rank, prepared, resumed, beside)
     stream_state = None

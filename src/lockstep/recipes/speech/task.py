@@ -176,7 +176,17 @@ class SpeechTask(Task):
                 f"{shape['heads']} heads do not divide a width of {shape['width']}",
                 fix="change task.width or task.heads",
             )
-        return Recogniser(MELS, len(SYMBOLS), **shape, dropout=config.dropout, downsample=self.downsample)
+        return Recogniser(
+            bands=MELS,
+            symbols=len(SYMBOLS),
+            width=shape["width"],
+            layers=shape["layers"],
+            heads=shape["heads"],
+            memory_size=shape["memory_size"],
+            theta=shape["theta"],
+            dropout=config.dropout,
+            downsample=self.downsample,
+        )
 
     def stages(self, model: nn.Module) -> list[nn.Module]:
         assert isinstance(model, Recogniser)

@@ -23,12 +23,13 @@ def build(path: Path, vocabulary: int, context: int, lora: int) -> nn.Module:
     library = _import("transformers")
     if not path.exists():
         raise ConfigError(f"there is no {path}", fix="name a config.json, or a folder with one, in task.model")
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = library.AutoConfig.from_pretrained(str(path), **local)
+        config = library.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         auto = library.AutoModelForCausalLM
         if path.is_dir() and any(chain(path.glob("*.safetensors"), path.glob("pytorch_model*.bin"))):
-            model = auto.from_pretrained(str(path), config=config, dtype="float32", **local)
+            model = auto.from_pretrained(
+                str(path), config=config, dtype="float32", local_files_only=True, trust_remote_code=False
+            )
         else:
             model = auto.from_config(config.get_text_config(decoder=True), dtype=torch.float32)
         model.config.use_cache = False
