@@ -30,7 +30,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -70,16 +70,22 @@ def clean_environment(**changes: str) -> dict[str, str]:
 
 
 #: Libraries that take long to import.
-HEAVY = ("torch", "torchmetrics", "lightning", "tensorboard", "matplotlib", "pandas", "scipy")
+HEAVY = ("torch", "numpy", "torchmetrics", "lightning", "tensorboard", "matplotlib", "pandas", "scipy")
 
 
-def heavy_after(code: str) -> list[str]:
-    """Heavy libraries that a fresh interpreter has loaded after ``code``."""
-    program = f"import json, sys\n{code}\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+def heavy_after(codes: Mapping[str, str], folder: Path) -> dict[str, list[str]]:
+    """Run ``codes`` one after the other in a fresh interpreter; return the heavy libraries that each loads, by name."""
+    program = (
+        f"import json, sys\nloaded = {{}}\nfor name, code in {dict(codes)!r}.items():\n    exec(code, {{}})\n"
+        f"    new = [m for m in {HEAVY!r} if m in sys.modules and m not in sum(loaded.values(), [])]\n"
+        "    loaded |= {name: new} if new else {}\nprint(json.dumps(loaded))"
+    )
     environ = clean_environment(PYTHONPATH=str(ROOT / "src"))
-    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environ, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
-    loaded: list[str] = json.loads(done.stdout.splitlines()[-1])
+    loaded: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return loaded
 
 

@@ -167,38 +167,23 @@ def test_all_is_sorted_and_true(file: Path) -> None:
     assert [name for name in names if not hasattr(module, name)] == []
 
 
-def test_importing_lockstep_is_light() -> None:
-    assert heavy_after("import lockstep") == []
+#: What imports no heavy library, in the order in which one process does it.
+LIGHT_CODE = {
+    "commands": "from lockstep.cli.main import main\nfor words in (['--help'], ['train', '--help'], ['--version'], "
+    "['runs'], ['version']):\n    assert not main(words)",
+    "import lockstep": "import lockstep",
+    **{
+        part: "\n".join(f"import {module_name(file)}" for file in FILES if part_of(module_name(file)) == part)
+        for part in LIGHT
+    },
+    "the launcher": "import lockstep.launch.local.launcher",
+    "detection": "import lockstep.hardware\nlockstep.hardware.detect_devices()",
+    "flags of a run": "from lockstep.cli.settings import NO_SETTINGS, to_mapping\nto_mapping(NO_SETTINGS, 'har')",
+}
 
 
-@pytest.mark.parametrize("part", LIGHT)
-def test_light_parts_load_no_heavy_library(part: str) -> None:
-    modules = [module_name(file) for file in FILES if part_of(module_name(file)) == part]
-    assert heavy_after("\n".join(f"import {module}" for module in modules)) == []
-
-
-def test_help_is_light() -> None:
-    code = "\n".join(
-        [
-            "from lockstep.cli.main import main",
-            "sys.argv = ['lockstep', '--help']",
-            "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code",
-        ]
-    )
-    assert heavy_after(code) == []
-
-
-def test_reading_the_flags_of_a_run_is_light() -> None:
-    code = "from lockstep.cli.settings import NO_SETTINGS, to_mapping\nto_mapping(NO_SETTINGS, 'har')"
-    assert heavy_after(code) == []
-
-
-def test_the_launcher_is_light() -> None:
-    assert heavy_after("import lockstep.launch.local.launcher") == []
-
-
-def test_detection_is_light() -> None:
-    assert heavy_after("import lockstep.hardware\nlockstep.hardware.detect_devices()") == []
+def test_no_heavy_library_is_imported_before_it_is_needed(tmp_path: Path) -> None:
+    assert heavy_after(LIGHT_CODE, tmp_path) == {}
 
 
 #: Begin with an underscore, and are documented: of named tuples, os, sys, and of agents and metrics that are derived.
@@ -263,21 +248,20 @@ def test_private_names_of_libraries_are_in_compat() -> None:
     assert not found, "private names of other libraries belong in lockstep/_compat:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import torch._dynamo",
-        "from torch.utils._pytree import tree_map",
-        "from torch.nn.modules.batchnorm import _BatchNorm",
-        "torch._foreach_add_(a, b)",
-        "metric._update_count = 1",
-        "layer._buffers",
-        "getattr(optimizer, '_opt_called', False)",
-        "class Own(DDPStrategy):\n    def _configure_launcher(self): pass",
-    ],
+PRIVATE_CODE = (
+    "import torch._dynamo",
+    "from torch.utils._pytree import tree_map",
+    "from torch.nn.modules.batchnorm import _BatchNorm",
+    "torch._foreach_add_(a, b)",
+    "metric._update_count = 1",
+    "layer._buffers",
+    "getattr(optimizer, '_opt_called', False)",
+    "class Own(DDPStrategy):\n    def _configure_launcher(self): pass",
 )
-def test_a_private_name_is_found(code: str) -> None:
-    assert list(foreign_names(ast.parse(code)))
+
+
+def test_private_names_are_found() -> None:
+    assert [code for code in PRIVATE_CODE if not list(foreign_names(ast.parse(code)))] == []
 
 
 #: What tests may know of the inside of the product. A limit only falls: it is what has been reached.
@@ -318,17 +302,15 @@ def test_few_tests_use_private_names() -> None:
     assert len(uses) <= MOST_PRIVATE_NAMES, "\n".join(uses)
 
 
-@pytest.mark.parametrize(
-    ("code", "uses"),
-    [
-        ("from lockstep.data.loader import _groups", 1),
-        ("update._on_host = True", 1),
-        ("class Own:\n    def _on_host(self): ...\nOwn()._on_host()", 0),
-        ("trainer._logger_connector", 0),
-    ],
-)
-def test_private_names_of_the_product_are_found(code: str, uses: int) -> None:
-    assert len([*private_uses(ast.parse(code))]) == uses
+@pytest.mark.slow
+def test_private_names_of_the_product_are_found() -> None:
+    uses = {
+        "from lockstep.data.loader import _groups": 1,
+        "update._on_host = True": 1,
+        "class Own:\n    def _on_host(self): ...\nOwn()._on_host()": 0,
+        "trainer._logger_connector": 0,
+    }
+    assert {code: len([*private_uses(ast.parse(code))]) for code in uses} == uses
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

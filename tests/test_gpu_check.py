@@ -65,6 +65,7 @@ def test_a_contest_that_is_ended_has_its_rounds_so_far(tmp_path: Path) -> None:
     assert "decisions" not in report, "it was not ended"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_check_that_is_ended_leaves_no_step(tmp_path: Path, number: int) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "gpu" / "check.py"), "--device", "cpu", "--quick"]
@@ -78,6 +79,7 @@ def test_a_check_that_is_ended_leaves_no_step(tmp_path: Path, number: int) -> No
     assert "| Detection | ok |" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_time_is_named(tmp_path: Path) -> None:
     done = check(tmp_path, "--device", "cpu", "--quick", "--only", "verify,tests", minutes="0.05")
     assert done.returncode == 0

@@ -318,7 +318,9 @@ def mixing() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-@pytest.mark.parametrize("model", [Drawing, mixing, lambda: torch.compile(net())])
+@pytest.mark.parametrize(
+    "model", [Drawing, mixing, pytest.param(lambda: torch.compile(net()), id="compiled", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "loss",
     [

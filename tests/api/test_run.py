@@ -46,6 +46,7 @@ def test_the_life_of_a_run_on_two_ranks(tmp_path: Path) -> None:
         run.load_model("best")
 
 
+@pytest.mark.slow
 def test_a_task_made_in_a_function_is_remembered_or_asked_for_and_needs_no_super(tmp_path: Path) -> None:
     class Local(Toy):
         def __init__(self, width: int) -> None:

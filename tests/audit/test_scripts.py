@@ -14,10 +14,9 @@ import pytest
 from tests.conftest import RunCli
 
 SCRIPTS = sorted(path for path in Path(__file__).with_name("scripts").glob("*.py") if path.stem != "common")
-#: Those of `make test`; with those of `make slow`, one fault of each kind and three right ones.
-QUICK = ("ddp_no_set_epoch", "ddp_same_noise", "ddp_token_means", "ddp_right_accumulation")
-#: Those of `make slow`; the others are drills.
+#: One fault of each kind and three right ones; the others are drills.
 SLOW = (
+    *("ddp_no_set_epoch", "ddp_same_noise", "ddp_token_means", "ddp_right_accumulation"),
     *("ddp_clip_local", "ddp_no_sync_last", "ddp_eval_mean", "ddp_file_race", "ddp_ends_early"),
     *("ddp_right_eval", "ddp_right_tokens"),
 )
@@ -26,8 +25,8 @@ COMPARED = ("ddp_schedule", "accelerate_schedule", "accelerate_right_schedule", 
 
 
 def cases() -> list[object]:
-    marks = {**dict.fromkeys(QUICK, ()), **dict.fromkeys(SLOW, (pytest.mark.slow,))}
-    return [pytest.param(path, id=path.stem, marks=marks.get(path.stem, (pytest.mark.drill,))) for path in SCRIPTS]
+    marks = dict.fromkeys(SLOW, pytest.mark.slow)
+    return [pytest.param(path, id=path.stem, marks=marks.get(path.stem, pytest.mark.drill)) for path in SCRIPTS]
 
 
 @pytest.mark.timeout(300)

@@ -11,6 +11,7 @@ import pytest
 from tests.gloo import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, when it is imported
 def test_a_thread_has_the_graphs_of_its_own_compiled_code() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))

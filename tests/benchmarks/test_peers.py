@@ -54,6 +54,7 @@ def test_all_that_are_installed(tmp_path: Path, ranks: int) -> None:
     check(*contest(tmp_path, sides, ranks), sides, ranks)
 
 
+@pytest.mark.slow
 def test_a_contestant_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from pace.pacer import Contestant

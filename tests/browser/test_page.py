@@ -497,6 +497,7 @@ def test_the_log_follows_its_end_and_another_file_shows_nothing_of_the_first(
     expect(log).to_contain_text("rank 1 line 199")
 
 
+@pytest.mark.slow
 def test_a_narrow_screen_trains_too(server: Address, open_page: OpenPage) -> None:
     page = open_page(server.url, NARROW)
     for view in ("Runs", "Compare"):
@@ -690,6 +691,7 @@ SMALL = """[...document.querySelectorAll('button, a, input, select, summary')]
 AXE = (Path(__file__).parent / "axe.min.js").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("viewport", "scheme"),
     [

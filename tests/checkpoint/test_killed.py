@@ -14,6 +14,8 @@ from lockstep.checkpoint.store import CheckpointStore
 from tests.checkpoint import make_wrecks
 from tests.conftest import cli_environment
 
+pytestmark = pytest.mark.slow
+
 #: What a save goes through, and a retention after it; compared with the code below.
 WRITE = ["begun", "half model.safetensors", "model written", "half trainer.pt", "trainer written", "manifest written"]
 BESIDE = [*WRITE, "renamed", "last linked", "last set", "best linked", "best set", "removing"]
@@ -31,7 +33,6 @@ def wrecks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     return root, json.loads(done.stdout)
 
 
-@pytest.mark.slow
 def test_every_stage_is_drilled(wrecks: tuple[Path, dict[str, list[str]]]) -> None:
     assert wrecks[1] == {"beside": BESIDE, "over": OVER}
 

@@ -143,6 +143,7 @@ def test_training_goes_on_while_its_copy_is_saved(tmp_path: Path) -> None:
         assert torch.equal(loaded.trainer["moment"], loaded.model["w"])
 
 
+@pytest.mark.slow
 def test_a_normal_end_of_the_process_waits_for_the_save_and_for_nothing_else(tmp_path: Path) -> None:
     script = (
         "import sys, torch; from pathlib import Path\n"

@@ -2,11 +2,7 @@
 
 import dataclasses
 import importlib.util
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +12,7 @@ from lockstep.cli.main import VERBS, main
 from lockstep.cli.training import SubmitFlags
 from lockstep.config import RunConfig
 from lockstep.config.load import all_keys
-from tests.conftest import RunCli, cli_environment
+from tests.conftest import RunCli
 from tests.gloo import ROOT
 
 NAMES = [name for name, _, _ in VERBS]
@@ -57,19 +53,6 @@ def test_the_help_lists_every_verb(run_cli: RunCli) -> None:
     assert (result.code, result.err) == (0, "")
     assert [name for name in NAMES if not re.search(rf"^│ {name}  ", result.out, re.M)] == []
     assert run_cli().out == result.out, "no command at all shows the help"
-
-
-def test_torch_is_not_imported_before_it_is_needed(tmp_path: Path) -> None:
-    heavy = ("torch", "numpy", "torchmetrics", "lightning", "tensorboard")
-    commands = (["--help"], ["train", "--help"], ["--version"], ["runs"], ["version"])
-    code = (
-        f"import sys, json\nfrom lockstep.cli.main import main\nassert not any(map(main, {commands!r}))\n"
-        f"print(json.dumps([name for name in {heavy!r} if name in sys.modules]), file=sys.stderr)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=cli_environment(), capture_output=True, text=True, timeout=60
-    )
-    assert json.loads(result.stderr) == []
 
 
 @pytest.mark.parametrize("verb", NAMES)

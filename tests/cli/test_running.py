@@ -245,6 +245,7 @@ def test_a_program_needs_no_library_but_torch(here: Path, tmp_path: Path, capsys
     assert done.stdout == "output: {'logits': (2, 2)}\n", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load of torch 2.11
 def test_the_program_of_a_model_with_keyword_arguments_takes_any_batch(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -226,6 +226,7 @@ def test_process_groups() -> None:
     assert second == ([1.0, 1.0], True, [4.0, 6.0])
 
 
+@pytest.mark.slow
 def test_the_compiler_announces_what_it_compiles() -> None:
     from torch._dynamo.callback import callback_handler
 

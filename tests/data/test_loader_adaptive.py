@@ -88,6 +88,7 @@ def test_processes_are_kept_if_steps_are_faster_with_them(
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_more_processes_are_tried_while_they_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "lockstep.data.loader.worth_trying", lambda *seen: 1

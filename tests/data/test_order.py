@@ -50,7 +50,7 @@ def assert_plausible(counts: NDArray[np.int64], expected: NDArray[np.float64] | 
 
 
 def test_every_epoch_holds_every_sample_once_for_all_small_sizes() -> None:
-    for samples in range(1, 3_001):
+    for samples in range(1, 1_001):
         indices = Order(samples, seed=7).slice(3, 0, samples)
         assert np.array_equal(np.sort(indices), np.arange(samples)), samples
 
@@ -75,7 +75,7 @@ def test_slices_are_parts_of_one_sequence(samples: int, seed: int, data: st.Data
     assert whole.size == 0 or (whole.min() >= 0 and whole.max() < samples)
 
 
-@pytest.mark.parametrize("samples", range(2, 7))
+@pytest.mark.parametrize("samples", [2, 3, 4, 5, pytest.param(6, marks=pytest.mark.slow)])
 def test_every_permutation_of_a_few_samples_occurs_equally_often(samples: int) -> None:
     kinds = math.factorial(samples)
     order = np.concatenate([epochs_of(samples, 250 + 3 * kinds, seed) for seed in range(8)])

@@ -364,6 +364,7 @@ def runs(rank: int, size: int, folder: Path) -> dict[str, Any] | None:
     return attempt(Weighing, folder / "exact", rank, size, training=exact, **settings)[0]
 
 
+@pytest.mark.slow
 def test_weighted_training_on_ranks_resumes_on_one_and_has_equal_bits(tmp_path: Path) -> None:
     weights = run_ranks(runs, 2, tmp_path)[0]
     attempt(Weighing, tmp_path / "parts", resume=True, training={"max_steps": 16})

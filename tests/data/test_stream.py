@@ -319,6 +319,7 @@ def skips(rank: int, size: int, folder: Path) -> Any:
     return attempt(Tearing, folder / "three", rank, size, scheduler=CONSTANT, **TORN)[0]
 
 
+@pytest.mark.slow
 def test_items_that_cannot_be_read_are_left_out_alike_on_one_and_three_ranks(tmp_path: Path) -> None:
     three = run_ranks(skips, 3, tmp_path)[0]
     one, events = attempt(Tearing, tmp_path / "one", scheduler=CONSTANT, **TORN)

@@ -396,6 +396,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return train(TOY, tmp_path_factory.mktemp("alone") / "run", "cpu", SAME)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_ddp_and_on_one_device_and_sees_each_sample_once(alone: RunDir, tmp_path: Path) -> None:
     """Stopped in mid-epoch on three ranks that divide the model, on with two that copy it, then with one.
 

@@ -51,6 +51,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return train(TASK, tmp_path_factory.mktemp("alone") / "run", "cpu", SAME)
 
 
+@pytest.mark.slow
 def test_three_stages_on_two_ranks_compute_what_one_device_does_and_go_on_there(alone: RunDir, tmp_path: Path) -> None:
     """Stopped in mid-epoch, on with the other schedule, then on one device; each sample is used once."""
     run = train(TASK, tmp_path / "run", "cpu,cpu", merge(SAME, merge(PIPELINE, {"training": {"max_steps": 3}})))
@@ -61,6 +62,7 @@ def test_three_stages_on_two_ranks_compute_what_one_device_does_and_go_on_there(
     assert_equal_runs(run, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision",
     ["bf16-mixed", pytest.param("32", marks=pytest.mark.drill), pytest.param("16-mixed", marks=pytest.mark.drill)],

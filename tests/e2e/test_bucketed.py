@@ -82,6 +82,7 @@ def test_every_epoch_has_each_sample_once_and_a_step_has_samples_of_like_length(
     assert spread < 0.4 * np.mean([np.ptp(lengths[i : i + 24]) for i in range(0, SAMPLES, 24)])
 
 
+@pytest.mark.slow
 def test_three_ranks_and_then_two_compute_what_one_computes(alone: RunDir, tmp_path: Path) -> None:
     """Stopped in mid-epoch: the rest sees exactly the samples that are left, in windows and blocks of the run."""
     run = train(tmp_path, 3, {"training": {"max_steps": 3}})

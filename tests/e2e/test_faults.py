@@ -408,7 +408,7 @@ def test_a_run_that_is_killed_or_stopped_goes_on(tmp_path: Path, strike: Callabl
         pytest.param("model", "stands_still", "distributed.timeout_s", False, marks=pytest.mark.slow),
         ("compute", "stands_still", "distributed.timeout_s", False),
         pytest.param("compute", "stands_still", "distributed.timeout_s", True, marks=pytest.mark.slow),
-        ("compute", "calls_alone", "launch.hang_timeout_s", False),
+        pytest.param("compute", "calls_alone", "launch.hang_timeout_s", False, marks=pytest.mark.slow),
     ],
 )
 def test_the_rank_that_the_others_wait_for_is_named_with_its_line(

@@ -612,6 +612,7 @@ LOOKS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "training", "optimizer"),
     [(Dropping, {}, {"name": "adamw"}), (InDouble, {"max_grad_norm": None}, {"name": "sgd", "lr": 0.3})],

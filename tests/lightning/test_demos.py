@@ -96,6 +96,7 @@ class AsksTheTrainer(BoringModel):
         return DataLoader(RandomDataset(32, 64), batch_size=self.size, shuffle=True)
 
 
+@pytest.mark.slow
 def test_boring_models_and_loaders_are_trained_as_the_trainer_takes_them(tmp_path: Path) -> None:
     calls: list[tuple[int, Callable[[dict[str, Any]], Any]]] = [
         (128, lambda config: fit(BoringModel(), config=config)),

@@ -72,5 +72,6 @@ def test_tasks_that_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_server_loads_no_torch() -> None:
-    assert heavy_after("import lockstep.studio.server, lockstep.studio.command") == []
+def test_the_server_loads_no_torch(tmp_path: Path) -> None:
+    imports = "import lockstep.studio.server, lockstep.studio.command"
+    assert heavy_after({"studio": imports}, tmp_path) == {"studio": ["numpy"]}

@@ -179,6 +179,7 @@ def test_impossible_sizes_are_refused(sizes: tuple[int, int, int], theta: float)
         LMU(*sizes, theta)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, when it is imported
 def test_compiled_it_is_one_graph() -> None:
     """Each break would start kernels from Python again."""
