@@ -121,7 +121,7 @@ class ConsoleSink:
             self._line(f"{event.plan.get('task', {}).get('name', '')}{attempt} → {event.run_dir}")
             print_plan(event.plan, self._stream)
             for note in event.plan.get("notes", ()):
-                self._note(Note(key=note["key"], text=note["text"], level=note["level"]))
+                self._note(Note(key=note["key"], text=note["text"], level=note.get("level", "info")))
         if self._mode == "bar":
             from lockstep.telemetry.bar import RunBar
 
