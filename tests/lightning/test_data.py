@@ -24,11 +24,9 @@ from lockstep.errors import ConfigError, DataError, UnsupportedError
 from lockstep.hardware.world import World
 from lockstep.lightning.dataloaders import (
     SharedBatches,
+    TrainingLoader,
     epoch_steps,
     evaluation_loader,
-    orders,
-    samples_of_batch,
-    training_loader,
 )
 from lockstep.planning.batch import BatchPlan, resolve_batch
 
@@ -156,7 +154,7 @@ OWN_BATCHES = BatchSampler(RandomSampler(range(4)), 2, drop_last=False)
     ],
 )
 def test_samples_of_a_loader_in_its_own_order_are_counted(loader: Any, size: int) -> None:
-    assert samples_of_batch(loader) == size
+    assert TrainingLoader(loader, ranks=1).batch_size == size
 
 
 class Stream(IterableDataset[int]):
@@ -175,19 +173,20 @@ class Stream(IterableDataset[int]):
 )
 def test_a_loader_whose_order_cannot_be_lockstep_s_is_refused(loader: Any, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
-        orders(loader, 2)
-    assert not orders(loader, 1)
+        TrainingLoader(loader, ranks=2)
+    assert TrainingLoader(loader, ranks=1).keeps_order
 
 
 def test_torchs_weighted_sampler_is_taken_over_on_any_number_of_ranks() -> None:
     sampler = WeightedRandomSampler([0.0, 1.0, 3.0, 0.0], 24)
     loader = DataLoader(numbers(4), batch_size=2, sampler=sampler)
-    assert orders(loader, 3)
+    training = TrainingLoader(loader, ranks=3)
+    assert not training.keeps_order
     drawn = []
     for ranks in (1, 3):
         plan = BatchPlan(samples=24, global_batch=6, batch_size=6 // ranks, accumulate=1, ranks=ranks)
         worlds = [World(rank, ranks, rank, ranks) for rank in range(ranks)]
-        loaders = [training_loader(loader, plan, 7, world, TrainState()) for world in worlds]
+        loaders = [training.planned(plan, 7, world, TrainState()) for world in worlds]
         steps = zip(*(mine.batch_sampler for mine in loaders), strict=True)  # type: ignore[union-attr]
         drawn.append([index for step in steps for batch in step for index in batch])
     assert drawn[0] == drawn[1]

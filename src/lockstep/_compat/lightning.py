@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 STEPPED = "_batches_that_stepped"
 
 
-def call_before(loop: Any, hook: str, action: Callable[[], bool]) -> None:
-    """Call ``action`` before the method ``hook`` of one of a Trainer's loops, which is left out if it returns false."""
+def call_before(loop: Any, hook: str, action: Callable[[], bool | None]) -> None:
+    """Call ``action`` before the method ``hook`` of one of a Trainer's loops, which is left out if it returns False."""
     method = getattr(loop, hook)
 
     def called(*args: Any) -> None:
-        if action():
+        if action() is not False:
             method(*args)
 
     setattr(loop, hook, called)

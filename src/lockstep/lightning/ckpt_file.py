@@ -15,11 +15,11 @@ from lockstep._compat.lightning import STEPPED
 from lockstep.checkpoint.content import saveable
 from lockstep.checkpoint.store import Snapshot
 from lockstep.checkpoint.writer import HostBuffers
-from lockstep.engine.rank_context import RankContext
-from lockstep.engine.state import TrainState
+from lockstep.engine.run_log import RunLog
 from lockstep.errors import CheckpointError
 from lockstep.lightning.dataloaders import used_batches
 from lockstep.lightning.run_callback import KEPT_STATE, RUN_CHECKPOINTS
+from lockstep.planning import BatchPlan
 
 #: Entries of no use without the run: ``load_from_checkpoint`` reads the rest, and entries of the module.
 _OF_THE_RUN = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
@@ -39,18 +39,17 @@ class StoreIO(TorchCheckpointIO):
 
     def __init__(
         self,
-        rank: RankContext,
-        state: TrainState,
+        batch: BatchPlan,
+        log: RunLog,
         snapshot: Snapshot | None,
         write: Callable[[dict[str, Any], dict[str, Any]], None],
     ) -> None:
         super().__init__()
-        self._rank = rank
-        self._state = state
+        self._batch = batch
+        self._log = log
         self._snapshot = snapshot
         self._write = write
         self.trainer: Trainer | None = None
-        self._warned = False
         self._kept: dict[str, Any] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -69,11 +68,10 @@ class StoreIO(TorchCheckpointIO):
         for key, part in parts.items():
             saved[key], within = saveable(part)
             dropped += within if key == "callbacks" else []
-        if dropped and not self._warned:
-            self._warned = True
+        if dropped:
             text = "Not in the checkpoints, since only unpickling code could read it again"
             rest_of_text = "A resume calls on_load_checkpoint without it."
-            self._rank.note("not_saved", f"{text}: {', '.join(dropped)}. {rest_of_text}", "warning")
+            self._log.note_once("not_saved", f"{text}: {', '.join(dropped)}. {rest_of_text}")
         self._write(checkpoint["state_dict"], {**saved, **needed})
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -86,8 +84,8 @@ class StoreIO(TorchCheckpointIO):
 
     def _loops(self, trainer: Trainer, global_step: int) -> dict[str, Any]:
         """The progress of the Trainer's loops at the run's epoch and position, for this number of ranks."""
-        state = self._state
-        batch = self._rank.plan.batch
+        state = self._log.state
+        batch = self._batch
         loops = deepcopy(trainer.fit_loop.state_dict())
         started_epochs = state.epoch + (state.position > 0)
         set_progress(

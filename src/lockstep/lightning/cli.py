@@ -70,37 +70,33 @@ def run(
         try:
             cli_class(**options)
             return 0
-        except FitRequested as error:
-            request = error  # outside the handler, so that it is not the context of every later error
-        return _fit(request, cli_class, options)
+        except FitRequested as request:
+            cli = request.cli
+        return _fit(cli, options)  # outside the handler, so that the request is not the context of every later error
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
-def _fit(request: FitRequested, cli_class: type[LockstepCLI], options: dict[str, Any]) -> int:
+def _fit(cli: LockstepCLI, options: dict[str, Any]) -> int:
     """Train, or resume a run; return the exit code. Raises as :func:`run`."""
-    cli = request.cli
-    stored = request.stored
     settings = cli.config["fit"].as_dict()
-    run_settings = settings_of(settings["trainer"], request.hardware)
+    run_settings = settings_of(settings["trainer"], cli.hardware)
     run_settings["training"]["seed"] = int(settings.get("seed_everything") or 0)
-    run_settings["save_dir"] = _save_dir(settings["run_dir"], stored)
+    run_settings["save_dir"] = _save_dir(settings["run_dir"], cli.stored)
     sections = yaml.safe_load(cli.parser_of("fit").dump(cli.config["fit"], skip_none=False))
     trainer = {name: value for name, value in changed(sections["trainer"]).items() if name not in {*DECIDED, *SETTINGS}}
     sections = {name: value for name, value in sections.items() if name not in _NOT_KEPT and value is not None}
     section: dict[str, Any] = {"cli": {**sections, "trainer": trainer, "seed_everything": False}}
-    task = _task(cli, section, cli_class, options)
+    task = _task(cli, section, options)
     if isinstance(task, str):
         run_settings["task"] = section
     try:
-        return train(task, run_settings, resume=stored is not None).exit_code
+        return train(task, run_settings, resume=cli.stored is not None).exit_code
     except RunFolderError as error:
         raise RunFolderError(error.what, why=error.why, fix=error.fix.replace("--save-dir", "--run_dir")) from None
 
 
-def _task(
-    cli: LockstepCLI, section: dict[str, Any], cli_class: type[LockstepCLI], options: dict[str, Any]
-) -> str | ModuleTask:
+def _task(cli: LockstepCLI, section: dict[str, Any], options: dict[str, Any]) -> str | ModuleTask:
     """The task by name, where every rank can find its classes; else an object."""
     options = {name: value for name, value in options.items() if name != "args"}
     model = options["model_class"]
@@ -111,15 +107,15 @@ def _task(
     classes = [kind for kind in (model, data) if kind is not None]
     more = {name for name, value in options.items() if value is not None}
     more -= {"model_class", "datamodule_class", "parser_kwargs"}
-    if cli_class is LockstepCLI and not more and all(map(_importable, classes)):
+    if type(cli) is LockstepCLI and not more and all(map(_importable, classes)):
         if data is not None and not cli.subclass_mode_data:
             section["datamodule"] = f"{data.__module__}:{data.__qualname__}"
         return name
     model = model if isinstance(model, type) else find_class(name)
     attributes = {"module_class": model, "__module__": model.__module__, "__qualname__": model.__qualname__}
     kind: type[ModuleTask] = type(model.__name__, (ModuleTask,), attributes)
-    if cli_class is not LockstepCLI:
-        options["cli_class"] = cli_class
+    if type(cli) is not LockstepCLI:
+        options["cli_class"] = type(cli)
     return kind(ModuleConfig.model_validate(section), cli=options)
 
 

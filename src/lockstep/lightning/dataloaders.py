@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import count, islice
 from math import ceil
 from typing import Any, NamedTuple
@@ -27,8 +28,11 @@ from lockstep.data.requests import InOrder
 from lockstep.data.sampling import SampleOrder, resolve_sampling
 from lockstep.engine.generators import seeded
 from lockstep.engine.state import TrainState
+from lockstep.engine.task import Datasets
+from lockstep.engine.training_data import check_dataset
 from lockstep.errors import ConfigError, DataError, UnsupportedError, many
 from lockstep.hardware.world import World
+from lockstep.lightning.module_plan import LoaderFacts
 from lockstep.planning import BatchPlan
 from lockstep.planning.batch import Span, parts
 
@@ -118,32 +122,6 @@ class KeptOrder:
 _NOTHING = object()
 #: Batches whose sizes are read where a batch sampler does not say its size.
 _TRIED_BATCHES = 8
-
-
-def batches_of_epoch(loader: Any, length_if_unknown: int | None) -> int:
-    """Return the batches of an epoch of ``loader``.
-
-    ``length_if_unknown``: of a loader without a length; ``None``: such a loader is refused.
-    """
-    _restart_workers(loader)
-    combined = _combined(loader)
-    with loader_processes():
-        iter(combined)  # it has no length before
-    try:
-        return len(combined)
-    except TypeError:
-        if length_if_unknown is not None:
-            return length_if_unknown
-    raise UnsupportedError(
-        "the training data do not say how many batches an epoch has",
-        why="an iterable data set without __len__() has no known length",
-        fix="set training.max_steps: the run is then one epoch of that length; or give the data set __len__()",
-    )
-
-
-def samples_of_batch(loader: Any) -> int:
-    """Return the samples of a batch of a loader that keeps its order, summed over several loaders; 1 if unknown."""
-    return sum(map(_batch_size, _combined(loader).flattened))
 
 
 def _batch_size(loader: Any) -> int:
@@ -246,21 +224,106 @@ class SeededLoader(DataLoader[Any]):
         yield from map(received, super().__iter__())
 
 
-def training_loader(
-    loader: Any, batch: BatchPlan, seed: int, world: World, state: TrainState
-) -> SeededLoader | KeptOrder:
-    """Return the training loader from the position of ``state``: in Lockstep's order, or on one device unchanged."""
-    keeps_order = not orders(loader, world.size)
-    length = batch.samples // batch.batch_size if keeps_order else batch.samples
-    check_length(loader, length, world.size, length, state.epoch)
-    if keeps_order:
-        return KeptOrder(loader, batch, seed, state)
-    samples = batch.samples
-    order: SampleOrder = Order(samples, seed) if isinstance(loader.sampler, RandomSampler) else InOrder()
-    if is_weighted(loader) and (sampling := resolve_sampling(loader.dataset, loader.sampler, DataConfig())):
-        order = sampling.order(samples, seed)
-    batches = OrderedBatches(batch, order, world.rank, state)
-    return SeededLoader(loader, seed, world.rank, lambda: state.epoch, batch_sampler=batches)
+class TrainingLoader:
+    """A user's training loader, whose samples come in Lockstep's order or, on one device, in the loader's.
+
+    Args:
+        loader: what ``train_dataloader()`` returned.
+        max_batches: of an epoch, where the loader does not say its length; ``None``: such a loader is refused.
+
+    Attributes:
+        keeps_order: whether the order is the loader's.
+
+    Raises:
+        UnsupportedError: the order is the loader's, and there are several ranks.
+    """
+
+    def __init__(self, loader: Any, ranks: int, max_batches: int | None = None) -> None:
+        reason = _reason_to_keep(loader, RandomSampler, SequentialSampler, WeightedRandomSampler)
+        if reason is None:
+            check_dataset(loader.dataset, "train")
+        elif ranks > 1:
+            raise UnsupportedError(
+                f"several devices cannot share the samples of this training loader: it {reason}",
+                why="Lockstep's order shows every sample once an epoch, on any number of ranks, and resumes anywhere",
+                fix="use one device; or one torch.utils.data.DataLoader of a map-style data set (ConcatDataset joins "
+                "several) with batch_size and no sampler but torch's WeightedRandomSampler",
+            )
+        self.keeps_order = reason is not None
+        self._loader = loader
+        self._max_batches = max_batches
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch; of a loader that keeps its order, summed over several loaders, and 1 if unknown."""
+        if self.keeps_order:
+            return sum(map(_batch_size, _combined(self._loader).flattened))
+        return int(self._loader.batch_size)
+
+    @cached_property
+    def length(self) -> int:
+        """Samples of an epoch; of a loader that keeps its order, batches."""
+        if not self.keeps_order:
+            return len(self._loader.sampler)
+        _restart_workers(self._loader)
+        combined = _combined(self._loader)
+        with loader_processes():
+            iter(combined)  # it has no length before
+        try:
+            return len(combined)
+        except TypeError:
+            if self._max_batches is not None:
+                return self._max_batches
+        raise UnsupportedError(
+            "the training data do not say how many batches an epoch has",
+            why="an iterable data set without __len__() has no known length",
+            fix="set training.max_steps: the run is then one epoch of that length; or give the data set __len__()",
+        )
+
+    def check_length(self, planned: int, epoch: int) -> None:
+        """Raises :class:`DataError` where the loader of ``epoch``, from 0, has not the length of the plan."""
+        if self.length != planned:
+            raise DataError(
+                f"the training loader has a length of {self.length} in epoch {epoch + 1}, and of {planned} in the plan",
+                why="the steps of a run, its schedule and its place after a resume are planned from one length",
+                fix="let the data module make the same number of samples in every process and epoch (a sampler with "
+                "num_samples draws it from a set of any size); or train each stage as a separate run, "
+                "the next one with init_from",
+            )
+
+    def facts(self, *, whole_steps: bool) -> LoaderFacts:
+        """Return the facts for the plan; ``whole_steps``: see :class:`.LoaderFacts`."""
+        if self.keeps_order:
+            return LoaderFacts(self.batch_size, shuffle=False, whole_steps=whole_steps, batches=self.length)
+        shuffle = not isinstance(self._loader.sampler, SequentialSampler)
+        return LoaderFacts(self.batch_size, shuffle, self._loader.drop_last, whole_steps)
+
+    def datasets(self) -> Datasets:
+        """Return the training set; of a loader that keeps its order, indices."""
+        if self.keeps_order:
+            return Datasets(range(self.length * self.batch_size))
+        sampler = self._loader.sampler
+        return Datasets(self._loader.dataset, weights=sampler if isinstance(sampler, WeightedRandomSampler) else None)
+
+    def planned(self, batch: BatchPlan, seed: int, world: World, state: TrainState) -> SeededLoader | KeptOrder:
+        """Return the loader of a rank, from the position of ``state``.
+
+        Raises:
+            DataError: its length is not that of the plan.
+        """
+        self.check_length(batch.samples // batch.batch_size if self.keeps_order else batch.samples, state.epoch)
+        if self.keeps_order:
+            return KeptOrder(self._loader, batch, seed, state)
+        batches = OrderedBatches(batch, self._order(batch.samples, seed), world.rank, state)
+        return SeededLoader(self._loader, seed, world.rank, lambda: state.epoch, batch_sampler=batches)
+
+    def _order(self, samples: int, seed: int) -> SampleOrder:
+        loader = self._loader
+        if isinstance(loader.sampler, WeightedRandomSampler):
+            sampling = resolve_sampling(loader.dataset, loader.sampler, DataConfig())
+            assert sampling is not None, "a sampler has weights"
+            return sampling.order(samples, seed)
+        return Order(samples, seed) if isinstance(loader.sampler, RandomSampler) else InOrder()
 
 
 def check_interval(arguments: Mapping[str, Any], batch: BatchPlan) -> None:
@@ -275,45 +338,6 @@ def check_interval(arguments: Mapping[str, Any], batch: BatchPlan) -> None:
             fix=f"leave it out and set validation.every_steps={ceil(interval / batch.accumulate)}, which counts the "
             "steps of the run; or set check_val_every_n_epoch to None (null in YAML)",
         )
-
-
-def epoch_length(loader: Any, ranks: int, length_if_unknown: int | None) -> int:
-    """Return the samples of an epoch; of a loader that keeps its order its batches, see :func:`batches_of_epoch`."""
-    return len(loader.sampler) if orders(loader, ranks) else batches_of_epoch(loader, length_if_unknown)
-
-
-def check_length(loader: Any, planned: int, ranks: int, length_if_unknown: int | None, epoch: int) -> None:
-    """Raises :class:`DataError` where the training loader of ``epoch``, from 0, has not the length of the plan."""
-    length = epoch_length(loader, ranks, length_if_unknown)
-    if length != planned:
-        raise DataError(
-            f"the training loader has a length of {length} in epoch {epoch + 1}, and of {planned} in the plan",
-            why="the steps of a run, its schedule and its place after a resume are planned from one length",
-            fix="let the data module make the same number of samples in every process and epoch (a sampler with "
-            "num_samples draws it from a set of any size); or train each stage as a separate run, "
-            "the next one with init_from",
-        )
-
-
-def is_weighted(loader: DataLoader[Any]) -> bool:
-    return isinstance(loader.sampler, WeightedRandomSampler)
-
-
-def orders(loader: Any, ranks: int) -> bool:
-    """Whether the samples of a training loader come in Lockstep's order; on one device they may keep the loader's."""
-    reason = _reason_to_keep(loader, RandomSampler, SequentialSampler, WeightedRandomSampler)
-    if reason is None:
-        from lockstep.engine.training_data import check_dataset
-
-        check_dataset(loader.dataset, "train")
-    elif ranks > 1:
-        raise UnsupportedError(
-            f"several devices cannot share the samples of this training loader: it {reason}",
-            why="Lockstep's order shows every sample once an epoch, on any number of ranks, and resumes anywhere",
-            fix="use one device; or one torch.utils.data.DataLoader of a map-style data set (ConcatDataset joins "
-            "several) with batch_size and no sampler but torch's WeightedRandomSampler",
-        )
-    return reason is None
 
 
 def _reason_to_keep(loader: Any, *kinds: type) -> str | None:

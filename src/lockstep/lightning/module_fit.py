@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,30 +11,29 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep.engine.distributed.sync_batchnorm import convert
+from lockstep.engine.fingerprint import check_same_data
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.reopened import Reopened
 from lockstep.engine.resume import (
-    frozen_names,
     judge_afresh,
     load_initial_weights,
     load_latest,
-    load_weights,
     restored_state,
 )
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
+from lockstep.engine.task import Datasets
 from lockstep.errors import DataError, TaskError
 from lockstep.hardware.world import World
 from lockstep.lightning.callbacks import Upload
 from lockstep.lightning.ckpt_file import StoreIO
-from lockstep.lightning.cluster import agreed_logging, check_loaders, quiet_trainer, rank_arguments
+from lockstep.lightning.cluster import agreed_logging, quiet_trainer, rank_arguments
 from lockstep.lightning.dataloaders import (
     SharedBatches,
+    TrainingLoader,
     check_interval,
     defines,
     evaluation_loader,
     replaced_loaders,
-    training_loader,
 )
 from lockstep.lightning.module_task import ModuleTask
 from lockstep.lightning.run_callback import RUN_CHECKPOINTS, RunLogCallback
@@ -42,8 +42,6 @@ from lockstep.telemetry.loggers import as_row
 
 class ModuleFit:
     """What one attempt trains with."""
-
-    _reports_cut = False
 
     def __init__(self, rank: RankContext, task: ModuleTask) -> None:
         snapshot = load_latest(rank)
@@ -87,28 +85,30 @@ class ModuleFit:
             quiet_trainer(),
             replaced_loaders([data, module], self._training_loader, self._evaluation_loader, seed=plan.seed),
         ):
-            store = StoreIO(rank, self._state, self._snapshot, self._write)
+            store = StoreIO(plan.batch, self.log, self._snapshot, self._callback.write)
             store.trainer = trainer = pl.Trainer(**self._arguments(store))
             with agreed_logging(trainer):
                 trainer.fit(module, datamodule=data, ckpt_path=None if self._snapshot is None else RUN_CHECKPOINTS)
 
     def _training_loader(self, loader: Any) -> Any:
         rank = self._rank
-        self._check_data(train=loader)
-        return training_loader(loader, rank.plan.batch, rank.plan.seed, rank.world, self._state)
-
-    def _check_data(self, *, train: Any = None, val: Any = None) -> None:
-        if self._rank.world.size > 1 and not self._rank.plan.task.opens_files:  # workers must open files themselves
-            check_loaders(self._rank.collectives, train=train, val=val)
+        batch = rank.plan.batch
+        self._check_data(Datasets(getattr(loader, "dataset", None)))
+        training = TrainingLoader(loader, rank.world.size, max_batches=batch.samples // batch.batch_size)
+        return training.planned(batch, rank.plan.seed, rank.world, self._state)
 
     def _evaluation_loader(self, loader: Any) -> Any:
-        self._check_data(val=loader)
-        return evaluation_loader(loader, self._rank.world, self._rank.plan.seed, report=self._note_cut)
+        rank = self._rank
+        self._check_data(Datasets(None, val=getattr(loader, "dataset", None)))
+        note_cut = partial(self.log.note_once, "batches_cut")
+        return evaluation_loader(loader, rank.world, rank.plan.seed, report=note_cut)
 
-    def _note_cut(self, text: str) -> None:
-        if not self._reports_cut:
-            self._reports_cut = True
-            self._rank.note("batches_cut", text, "warning")
+    def _check_data(self, datasets: Datasets) -> None:
+        """Raise :class:`DataError` where a rank's loaders have other data than those of rank 0. Collective."""
+        rank = self._rank
+        have_length = all(part is None or isinstance(part, Sized) for part in (datasets.train, datasets.val))
+        if rank.world.size > 1 and have_length and not rank.plan.task.opens_files:  # workers must open files themselves
+            check_same_data(datasets, rank.collectives)
 
     def _arguments(self, store: StoreIO) -> dict[str, Any]:
         config = self._rank.config
@@ -146,22 +146,6 @@ class ModuleFit:
         ranks = rank_arguments(plan.placement, self._rank.world, config.distributed)
         plugins = [*ranks.pop("plugins"), store, *arguments.pop("plugins", [])]
         return {**settings, **arguments, **ranks, "callbacks": callbacks, "plugins": plugins}
-
-    def _write(self, weights: dict[str, Any], rest: dict[str, Any]) -> None:
-        """Start to write a checkpoint with this state of Lightning's; called on rank 0."""
-        assert self._callback.averages is not None
-        trainer: dict[str, Any] = {"state": self.log.current_state(), "task": {}, "lightning": rest}
-        trainer["averages"] = self._callback.averages.trained()
-        frozen = frozen_names(self._task.module)
-        self.log.write({"model": weights, "trainer": trainer, "frozen": frozen}, best=self._callback.saves_best)
-
-
-def evaluate_checkpoint(task: ModuleTask, reopened: Reopened) -> dict[str, Any]:
-    """Return ``samples`` and ``metrics`` of a checkpoint."""
-    request = reopened.evaluation
-    load_weights(task.module, reopened.snapshot.model, request.run.path)
-    metrics, samples = evaluate_module(task, request.split, request.plan.placement, request.config.training.seed)
-    return {"samples": samples, "metrics": metrics}
 
 
 def evaluate_module(

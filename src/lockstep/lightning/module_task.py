@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NoReturn
 
 from pydantic import Field, field_validator
 from torch import nn
-from torch.utils.data import SequentialSampler
 
 from lockstep.config import RunConfig
 from lockstep.engine.generators import seeded
@@ -24,15 +23,7 @@ from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import read_world
-from lockstep.lightning.dataloaders import (
-    batches_of_epoch,
-    check_length,
-    defines,
-    epoch_length,
-    is_weighted,
-    orders,
-    samples_of_batch,
-)
+from lockstep.lightning.dataloaders import TrainingLoader, defines
 from lockstep.lightning.module_plan import LoaderFacts
 from lockstep.lightning.settings import DECIDED, as_list, refuse_arguments
 from lockstep.tasks.registry import find_class
@@ -215,24 +206,13 @@ class ModuleTask(Task):
     def datasets(self) -> Datasets:
         """Open the training set; hooks of the module see the others. Indices for a loader that keeps its order."""
         with self.planning() as ranks:
-            loader = self.open_loader("train_dataloader")
-            self._check_reloads(epoch_length(loader, ranks, self._unsized), ranks)
-            whole_steps = not self.module.automatic_optimization
-            if orders(loader, ranks):
-                self.loader_facts = LoaderFacts(
-                    batch_size=loader.batch_size,
-                    shuffle=not isinstance(loader.sampler, SequentialSampler),
-                    drop_last=loader.drop_last,
-                    whole_steps=whole_steps,
-                )
-                return Datasets(loader.dataset, weights=loader.sampler if is_weighted(loader) else None)
-            size = samples_of_batch(loader)
-            batches = batches_of_epoch(loader, self._unsized)
-            self.loader_facts = LoaderFacts(batch_size=size, shuffle=False, whole_steps=whole_steps, batches=batches)
-            return Datasets(range(batches * size))
+            loader = TrainingLoader(self.open_loader("train_dataloader"), ranks, self._max_batches)
+            self._check_reloads(loader.length, ranks)
+            self.loader_facts = loader.facts(whole_steps=not self.module.automatic_optimization)
+            return loader.datasets()
 
     @property
-    def _unsized(self) -> int | None:
+    def _max_batches(self) -> int | None:
         """How many batches are read of a training loader that does not say its length."""
         training = self.planned.training
         return training.max_steps and training.max_steps * training.accumulate
@@ -247,7 +227,7 @@ class ModuleTask(Task):
             for epoch in range(every, min(self.planned.training.epochs, _TRIED_RELOADS * every + 1), every):
                 view.current_epoch = epoch
                 with seeded(self.data.seed):
-                    check_length(owner.train_dataloader(), length, ranks, self._unsized, epoch)
+                    TrainingLoader(owner.train_dataloader(), ranks, self._max_batches).check_length(length, epoch)
         finally:
             vars(owner).clear()
             vars(owner).update(attributes)

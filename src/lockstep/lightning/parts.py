@@ -33,18 +33,11 @@ from lockstep.lightning.stored import Stored, stored_checkpoint
 
 
 class FitRequested(Exception):
-    """The options of a ``fit`` are parsed in ``cli``, and a run trains with them.
+    """The options of a ``fit`` are parsed in ``cli``, and a run trains with them."""
 
-    Attributes:
-        hardware: settings of the run for its devices.
-        stored: the checkpoint of the run that is to be resumed.
-    """
-
-    def __init__(self, cli: LockstepCLI, hardware: dict[str, Any], stored: Stored | None) -> None:
+    def __init__(self, cli: LockstepCLI) -> None:
         super().__init__()
         self.cli = cli
-        self.hardware = hardware
-        self.stored = stored
 
 
 class WritePredictions(Callback):
@@ -64,11 +57,17 @@ class LockstepCLI(OpenCLI):
 
     Subclass it as a ``LightningCLI``. Use :func:`run` rather than the class itself, which raises :class:`FitRequested`
     for a ``fit``. With ``run=False`` it makes module, data module and, as ``trainer``, the arguments of the Trainer.
+
+    Attributes:
+        hardware: settings of a run for the devices that its sections name.
+        stored: the checkpoint of a run that ``--ckpt_path`` names.
     """
+
+    hardware: dict[str, Any]
+    stored: Stored | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._placement: dict[str, Any] | None = None
-        self._stored: Stored | None = None
         with ExitStack() as self._open:
             super().__init__(*args, **kwargs)
 
@@ -90,7 +89,7 @@ class LockstepCLI(OpenCLI):
             return
         settings = self.config[subcommand]
         runs_dir = Path(settings.get("trainer.default_root_dir") or resolve_config({}).runs_dir)
-        self._stored = stored = stored_checkpoint(settings.get("ckpt_path"), settings.run_dir, runs_dir)
+        self.stored = stored = stored_checkpoint(settings.get("ckpt_path"), settings.run_dir, runs_dir)
         if stored is None or subcommand == "fit":
             return
         content = as_file(stored.load())
@@ -110,15 +109,16 @@ class LockstepCLI(OpenCLI):
         settings = self.config[self.subcommand]
         world = read_world(os.environ)
         detected = detect_devices()
-        hardware = hardware_settings(
+        self.hardware = hardware_settings(
             settings.trainer.as_dict(),
             Hardware(settings.hardware.selected_devices, settings.hardware.precision),
             detected,
             from_outside=world.from_outside,
         )
         if self.subcommand == "fit":
-            raise FitRequested(self, hardware, self._stored)
-        placement = resolve_placement(HardwareConfig.model_validate(hardware), DistributedConfig(), world, detected)
+            raise FitRequested(self)
+        config = HardwareConfig.model_validate(self.hardware)
+        placement = resolve_placement(config, DistributedConfig(), world, detected)
         device = placement.devices[0]
         if world.size > 1:
             raise UnsupportedError(
@@ -140,14 +140,14 @@ class LockstepCLI(OpenCLI):
         if subcommand == "predict":
             callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
             if not any(isinstance(callback, BasePredictionWriter) for callback in callbacks):
-                run = None if self._stored is None else self._stored.run.path
+                run = None if self.stored is None else self.stored.run.path
                 folder = Path(str(self.setting("run_dir") or run or self.trainer.default_root_dir))
                 callbacks.append(WritePredictions(folder / "predictions.pt"))
             # Lightning cannot know that these show all samples.
             warnings.filterwarnings("ignore", f"You are using a custom batch sampler .{SharedBatches.__qualname__}.")
         owners = [self.datamodule, self.model]
         loaders = replaced_loaders(owners, lambda loader: loader, evaluation, seed=seed)
-        fits = nullcontext() if self._stored is None else module_fits(self._stored.run.path)
+        fits = nullcontext() if self.stored is None else module_fits(self.stored.run.path)
         with fits, loaders:
             super().run_subcommand(subcommand)
 

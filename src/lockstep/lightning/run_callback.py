@@ -21,6 +21,7 @@ from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.groups import match_layouts
 from lockstep.engine.partition import blocks_of, checkpoint_activations
 from lockstep.engine.rank_context import RankContext
+from lockstep.engine.resume import frozen_names
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import EndedBy
 from lockstep.engine.strategies.reducers import FLAG_INTERVAL, step_sums
@@ -45,12 +46,11 @@ class RunLogCallback(Checkpoint):
 
     Attributes:
         averages: of the weights; in use while it validates and saves. Made when the module is on its device.
-        saves_best: whether the checkpoint that is being saved is the best so far.
         evaluated: values that the latest evaluation logged, or without names of a validation, the latest epoch.
     """
 
     averages: Averages | None = None
-    saves_best = False
+    _module: pl.LightningModule
     evaluated: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, rank: RankContext, log: RunLog, averaged: Mapping[str, Any] | None = None) -> None:
@@ -67,6 +67,8 @@ class RunLogCallback(Checkpoint):
         self._micro = 0
         #: Whether to save at the next batch, and as the best or not.
         self._due: bool | None = None
+        #: Whether the checkpoint that is being saved is the best so far.
+        self._saves_best = False
         self._left_at: float | None = None
         self._waited_s = 0.0
         self._earlier: dict[str, Any] = {}
@@ -80,13 +82,14 @@ class RunLogCallback(Checkpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if threading.current_thread() is threading.main_thread():  # that of the Trainer stops without a checkpoint
             signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._module = pl_module
         for optimizer in trainer.optimizers:
             match_layouts(optimizer)  # Lightning has restored them
         if self._rank.config.training.activation_checkpointing:
             checkpoint_activations(pl_module, blocks_of(Task(), pl_module))
         self.averages = Averages(self._rank.config.averaging, pl_module, self._rank.plan.total_steps)
         self.averages.restore(self._averaged)
-        call_before(trainer.fit_loop, "on_advance_start", lambda: self._before_epoch(trainer))
+        call_before(trainer.fit_loop, "on_advance_start", lambda: self._save_if_due(trainer))
         call_before(trainer.fit_loop.epoch_loop, "on_advance_end", lambda: self._after_batch(trainer))
         call_before(trainer.fit_loop, "on_advance_end", lambda: self._before_epoch_end(trainer))
         pulse.at(Activity.FIRST_STEP, self._state.step)
@@ -97,10 +100,6 @@ class RunLogCallback(Checkpoint):
         self._steps = epoch_steps(self._batch, self._rank.collectives.rank, self._state.position)
         self._step = None
         self._micro = 0
-
-    def _before_epoch(self, trainer: pl.Trainer) -> bool:
-        self._save_if_due(trainer)
-        return True
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -257,11 +256,10 @@ class RunLogCallback(Checkpoint):
     def _is_stopped(self) -> bool:
         return self._log.ended_by in (EndedBy.SIGNAL, EndedBy.TIME)
 
-    def _after_batch(self, trainer: pl.Trainer) -> bool:
+    def _after_batch(self, trainer: pl.Trainer) -> None:
         """Before an evaluation: keep the state of a run that ends here, within an epoch."""
         if trainer.should_stop and not self._is_epoch_over and not self._is_stopped:
             self._save(trainer, keep=True)
-        return True
 
     def _before_epoch_end(self, trainer: pl.Trainer) -> bool:
         """Whether to call the hooks of the epoch's end: not where a stop request ends the run within it.
@@ -294,10 +292,22 @@ class RunLogCallback(Checkpoint):
 
     def _save_if_due(self, trainer: pl.Trainer) -> None:
         if self._due is not None:
-            self.saves_best = self._due
+            self._saves_best = self._due
             self._due = None
             self._log.saved()
             self._save(trainer)
+
+    def write(self, weights: dict[str, Any], rest: dict[str, Any]) -> None:
+        """Start to write a checkpoint with this state of Lightning's; called on rank 0."""
+        assert self.averages is not None
+        trainer = {
+            "state": self._log.current_state(),
+            "task": {},
+            "lightning": rest,
+            "averages": self.averages.trained(),
+        }
+        frozen = frozen_names(self._module)
+        self._log.write({"model": weights, "trainer": trainer, "frozen": frozen}, best=self._saves_best)
 
     def _save(self, trainer: pl.Trainer, *, keep: bool = False) -> None:
         """Save the run's state; ``keep``: later calls save this state. Collective; rank 0 writes."""
