@@ -10,7 +10,6 @@ from lockstep.config import RunConfig
 from lockstep.errors import UnsupportedError
 from lockstep.events import Note
 from lockstep.planning import Decision, Plan
-from lockstep.planning.conflicts import refuse
 from lockstep.planning.decision import decide
 from lockstep.planning.notes import changed_keys, unused
 
