@@ -167,16 +167,12 @@ class LockstepCLI(OpenCLI):
             ) from error
 
 
-def make_parts(sections: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+def make_parts(sections: Mapping[str, Any], options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """Make module, data module and arguments of the Trainer from ``sections`` of LightningCLI.
 
     ``options``: ``cli_class``, a subclass of :class:`LockstepCLI`, and further arguments of this class.
     """
     kind: type[LockstepCLI] = options.get("cli_class", LockstepCLI)
-    cli = kind(
-        **{name: value for name, value in options.items() if name != "cli_class"},
-        args=deepcopy(dict(sections)),
-        run=False,
-        save_config_callback=None,
-    )
+    decided = {"args": deepcopy(dict(sections)), "run": False, "save_config_callback": None}
+    cli = kind(**{name: value for name, value in (options | decided).items() if name != "cli_class"})
     return cli.model, cli.datamodule, changed(cli.trainer)  # type: ignore[arg-type]
