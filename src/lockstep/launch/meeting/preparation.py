@@ -62,8 +62,15 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Inputs of a plan; ``is_resume``: the run has been trained before. The others as in :class:`TrainRequest`."""
+    """Inputs of a plan. ``accept_data`` and ``hold`` as in :class:`TrainRequest`.
 
+    Attributes:
+        is_resume: the run has been trained before.
+        new_id: of a run whose folder is still to be made.
+        change: completes the plan before it is recorded.
+    """
+
+    run: RunDir
     task: Task
     config: RunConfig
     placement: Placement
@@ -71,6 +78,8 @@ class PlanRequest:
     is_resume: bool
     accept_data: bool = False
     hold: bool = True
+    new_id: str | None = None
+    change: Callable[[Plan], Plan] = lambda plan: plan
 
 
 @dataclass(frozen=True)
@@ -143,17 +152,19 @@ def begin_attempt(
     _prepare_data(team, task, config)
     datasets = team.together(lambda: open_datasets(task, config))
     assert datasets is not None
-
-    def record(plan: Plan, step: int) -> int:
-        if new_id is not None:
-            run_claim.create_folder(config, new_id)
-        return record_attempt(run, config, plan, step)
-
     inputs = PlanRequest(
-        task, config, placement, datasets, new_id is None, accept_data=request.accept_data, hold=request.hold
+        run,
+        task,
+        config,
+        placement,
+        datasets,
+        is_resume=new_id is None,
+        accept_data=request.accept_data,
+        hold=request.hold,
+        new_id=new_id,
+        change=change,
     )
-    planned = plan_together(team, run, inputs, record, change)
-    return Start(run, task, config, planned.datasets, planned.plan, planned.attempt, planned.step)
+    return plan_together(team, inputs)
 
 
 def _restarted(node_runs: Sequence[NodeRun], allowed: int, start: Start) -> Restarted | None:
@@ -247,28 +258,10 @@ def _refuse_other_folders(team: Team, path: Path) -> None:
             probe.unlink(missing_ok=True)
 
 
-class Planned(NamedTuple):
-    """A plan with this node's devices; ``attempt``: its number; ``step``: of the checkpoint that it resumes."""
-
-    plan: Plan
-    attempt: int
-    step: int
-    datasets: Datasets
-
-
-def plan_together(
-    team: Team,
-    run: RunDir,
-    request: PlanRequest,
-    record: Callable[[Plan, int], int],
-    change: Callable[[Plan], Plan] = lambda plan: plan,
-) -> Planned:
-    """Make the plan on rank 0, for all ranks. Collective.
-
-    Args:
-        record: records the attempt with this plan and this step in the run folder; returns its number.
-        change: completes the plan.
-    """
+def plan_together(team: Team, request: PlanRequest) -> Start:
+    """Make the plan on rank 0, for all ranks, and record the attempt in the run folder. Collective."""
+    run = request.run
+    config = request.config
     inputs: RunInputs | None = None
 
     def make() -> tuple[Plan, int, int]:
@@ -277,22 +270,20 @@ def plan_together(
         warn = run_claim.warn
         if request.is_resume:
             point = run_claim.resume_point(run, hold=request.hold, accept_data=request.accept_data, report=warn)
-        inputs = plan_for(request.task, request.config, request.placement, request.datasets, point)
-        plan = change(inputs.plan)
+        inputs = plan_for(request.task, config, request.placement, request.datasets, point)
+        plan = request.change(inputs.plan)
         step = point.step if point else 0
-        return plan, record(plan, step), step
+        if request.new_id is not None:
+            run_claim.create_folder(config, request.new_id)
+        run_claim.keep_config(run, config)
+        return plan, run.begin_attempt(plan.as_dict(), plan.placement, step), step
 
     made = team.collectives.broadcast(team.together(make, here=team.me.rank == 0))
     assert made is not None
     plan, attempt, step = made
     local = plan.model_copy(update={"placement": {**plan.placement, "devices": list(request.placement.devices)}})
-    return Planned(local, attempt, step, inputs.datasets if inputs else request.datasets)
-
-
-def record_attempt(run: RunDir, config: RunConfig, plan: Plan, step: int) -> int:
-    """Begin an attempt in the run folder, with its configuration; its number."""
-    run_claim.keep_config(run, config)
-    return run.begin_attempt(plan.as_dict(), plan.placement, step)
+    datasets = inputs.datasets if inputs else request.datasets
+    return Start(run, request.task, config, datasets, local, attempt, step)
 
 
 def place_together(team: Team, config: RunConfig) -> Placement:

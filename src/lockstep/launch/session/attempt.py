@@ -21,7 +21,7 @@ from lockstep.engine.session.training import SessionTraining
 from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.engine.training_data import begin_stream, end_data, open_datasets
 from lockstep.events import Fanout, Sink
-from lockstep.launch.meeting.preparation import PlanRequest, plan_together, record_attempt
+from lockstep.launch.meeting.preparation import PlanRequest, plan_together
 from lockstep.launch.session.join import Joined
 from lockstep.planning.loader import of_session
 from lockstep.telemetry.sinks import standard_sinks
@@ -74,13 +74,10 @@ def begin_attempt(
     local_fingerprint = ""
     if compares and not joined.world.is_main:  # rank 0 does it for the plan
         local_fingerprint = examined(datasets.train, skips=task._lockstep_data.on_bad_row == "skip")[0]
-    plan, number, *_ = plan_together(
-        joined.team,
-        run,
-        PlanRequest(task, config, joined.placement, datasets, is_resume=joined.is_resume),
-        partial(record_attempt, run, config),
-        partial(of_session, schedule=prepared.schedule()),
-    )
+    complete = partial(of_session, schedule=prepared.schedule())
+    request = PlanRequest(run, task, config, joined.placement, datasets, is_resume=joined.is_resume, change=complete)
+    start = plan_together(joined.team, request)
+    plan = start.plan
     if compares:
         check_alike(local_fingerprint or plan.task.fingerprint, joined.collectives)
     snapshot = resumed.snapshot
@@ -95,7 +92,7 @@ def begin_attempt(
         world=joined.world,
         config=config,
         plan=plan,
-        number=number,
+        number=start.attempt,
         sink=sink,
         stop_signal=lambda: joined.stop.requested,
     )
