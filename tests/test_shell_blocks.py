@@ -36,12 +36,15 @@ def typed(lines: list[Command]) -> list[str]:
     return [line.shorter for line in lines if not line.is_mention and line.elsewhere is None]
 
 
-#: What the pages name, and the page whose first block it is.
+#: What the pages name, and the page with it: the block of this title, or else the first one.
 FILES = {
     "my_task.py": "README.md",
     "script.py": "docs/own-loop.md",
     "line.py": "docs/how-to/streams.md",
     "fine_tune.py": "docs/how-to/from-hugging-face.md",
+    "causal.py": "docs/how-to/from-hugging-face.md",
+    "power.py": "docs/how-to/time-series.md",
+    "graphs.py": "docs/how-to/graphs.md",
 }
 MY_FILE = """
 import lightning as L
@@ -161,7 +164,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "examples" / "autoencoder", folder)
     shutil.copytree(ROOT / "configs", folder / "configs")
     for name, page in FILES.items():
-        block = re.search(r"```python[^\n]*\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+        text = (ROOT / page).read_text(encoding="utf-8")
+        block = re.search(rf'```python title="{name}"\n(.*?)```', text, re.S) or re.search(
+            r"```python[^\n]*\n(.*?)```", text, re.S
+        )
         assert block
         (folder / name).write_text(block[1], encoding="utf-8")
     write_files(folder)

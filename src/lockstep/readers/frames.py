@@ -18,7 +18,8 @@ class FrameEncoder:
     """Encodes frames of pandas, polars or pyarrow as numbers, by the values that ``frame`` has: the training data.
 
     - Categories and texts become whole numbers from 1, in sorted order or that of the categories; 0 is a missing value,
-      or one that ``frame`` does not have.
+      or one that ``frame`` does not have. Where none is missing, nothing trains row 0 of an embedding: set its
+      ``padding_idx=0``, so that such a value is a row of zeros.
     - Numbers, booleans, decimals and times become float32 with mean 0 and standard deviation 1; a missing one is 0.
     - The ``target`` stays as it is if it has numbers; else it becomes whole numbers from 0, and ``classes`` are its
       values. It may be missing in a frame to predict, not in a row.
@@ -30,7 +31,8 @@ class FrameEncoder:
 
     Attributes:
         numbers: names of the float32 columns.
-        sizes: the number of values of each column of categories, with 0: ``nn.Embedding(encoder.sizes["colour"], 8)``.
+        sizes: the number of values of each column of categories, with 0: ``nn.Embedding(encoder.sizes["colour"], 8,
+            padding_idx=0)``.
         classes: the values of the target; empty for numbers.
 
     Raises:
