@@ -61,5 +61,6 @@ def test_a_node_that_sees_another_folder_is_refused_by_name(tmp_path: Path, runs
         make_run(folders[node], run_id)
     for result in run_ranks(agree, NODES, folders):
         assert "node2" in result["error"]
+        assert len(runs) < 2 or all(run_id in result["error"] for run_id in runs.values()), "different runs are named"
         assert "storage that all nodes share" in result["fix"]
     assert not [path for folder in folders for path in folder.iterdir() if path.name != "run"]
