@@ -103,7 +103,7 @@ def file_findings(run: Run) -> Iterator[Finding]:
     for save in saves if not run.uses_lightning else ():  # Lightning writes the parts that its user selects
         parts = save["parts"]
         if "optimizer" in parts:
-            needed = {"scheduler": run.records.of("scheduler"), "scaler": run.records.of("scaled")}
+            needed = {"scheduler": bool(run.records.of("scheduler")), "scaler": bool(run.records.of("scaled"))}
         else:
             needed = {"optimizer": "counter" in parts and not has_complete}
         missing = [part for part, is_needed in needed.items() if is_needed and part not in parts]

@@ -41,14 +41,12 @@ def _note_collective(recorder: Recorder, name: str, *args: Any, **kwargs: Any) -
         groups = [value for value in values if isinstance(value, dist.ProcessGroup)]
         # Calls that have a tensor for the result have that of the rank behind it.
         tensor = next((value for value in reversed(values) if isinstance(value, Tensor)), None)
+        callers = [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._getframe())]
         recorder.write(
             "call",
             name=name,
             in_group=any(group is not dist.group.WORLD for group in groups),
-            # This leaves out padding.
-            trims=any(
-                frame.f_code.co_name == "gather_for_metrics" for frame, _ in traceback.walk_stack(sys._getframe())
-            ),
+            trims="gather_for_metrics" in callers,  # leaves out padding
             numel=None if tensor is None else tensor.numel(),
             is_float=None if tensor is None else tensor.is_floating_point(),
             values=tensor.flatten().tolist() if tensor is not None and tensor.numel() <= MAX_VALUES else [],

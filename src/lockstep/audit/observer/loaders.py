@@ -85,7 +85,8 @@ class LoaderObserver:
                 raise StopIteration
             batch = read(iterator)
             if state is not None:
-                self._note_batch(state)
+                with self.recorder.guarded("batch"):
+                    self._note_batch(state)
             return batch
 
         return read_next
