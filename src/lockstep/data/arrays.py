@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
-from lockstep.data.collation import find_misfit
+from lockstep.data.collation import MixedKindsError, as_floats, check_kinds, find_misfit
 from lockstep.errors import DataError, TaskError, many
 
 #: The label, or target, that a loss ignores: torch's ``ignore_index``.
@@ -90,13 +90,13 @@ class FrameRows:
     """The rows of a frame; sample ``i`` is a dictionary of the values in row ``i``, whatever the frame's index."""
 
     def __init__(self, columns: dict[Any, npt.NDArray[Any]], samples: int) -> None:
-        self.columns = columns
+        self.columns = {name: as_floats(column) for name, column in columns.items()}
         self._samples = samples
         self.targets = next((self.columns[name] for name in LABELS if name in self.columns), None)
         numbers = all(column.dtype.kind in "biuf" and min(column.strides) >= 0 for column in self.columns.values())
         self._tensors = {name: as_tensor(column) for name, column in self.columns.items()} if numbers else {}
         #: For the plan.
-        self.remark = _gaps_remark(columns)
+        self.remark = _gaps_remark(self.columns)
         #: For :meth:`gathered`.
         self.is_plain = bool(self._tensors) and all(map(_is_plain, self._tensors.values()))
 
@@ -112,7 +112,7 @@ class FrameRows:
         """Raise :class:`DataError` for a column with a value that ``default_collate`` cannot take."""
         for name, column in self.columns.items():
             kinds = set(map(type, column)) if column.dtype.kind not in "biufcSU" else set()
-            if kinds <= {bool, int, float} or kinds <= {str}:
+            if kinds <= {float} or kinds <= {str}:
                 continue
             for row, value in enumerate(column):
                 is_missing = str in kinds and isinstance(value, float) and value != value  # as pandas has texts
@@ -124,11 +124,24 @@ class FrameRows:
                         fix=f"encode the frame with lockstep.data.FrameEncoder; or {misfit.fix}; or leave the column "
                         "out, or write Task.collate (or pass collate=)",
                     )
+            check_list(column, f"the column {name!r}")
 
     def gathered(self, indices: Positions) -> dict[Any, Tensor]:
         """The batch that ``default_collate`` makes of the samples ``indices``."""
         rows = torch.from_numpy(indices)
         return {name: tensor.index_select(0, rows) for name, tensor in self._tensors.items()}
+
+
+def check_list(values: Sequence[Any], field: str = "") -> None:
+    """Raise :class:`DataError` where the dtype of a batch would depend on those of ``values`` that are in it."""
+    try:
+        check_kinds(values, field)
+    except MixedKindsError as error:
+        raise DataError(
+            str(error),
+            why="a batch has one dtype for each field",
+            fix="give it one type in all samples, such as float(x), or write Task.collate (or pass collate=)",
+        ) from None
 
 
 def _gaps_remark(columns: Mapping[Any, npt.NDArray[Any]]) -> str | None:

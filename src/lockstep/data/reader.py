@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lockstep.data.arrays import draws_keyed, gather_of, is_hugging_face, leaf_of, leaves
-from lockstep.data.collation import find_misfit
+from lockstep.data.collation import Kind, MixedKindsError, find_misfit, joined_kind, kind_of_batch
 from lockstep.data.order import derive_key, mixed, sample_rng, words_of
 from lockstep.errors import DataError, LockstepError, SampleError, TaskError
 
@@ -156,6 +156,7 @@ class Reader:
         self._readable: list[Any] = []  # the latest sample that was; only where others may be left out
         self._gives_list: bool | None = None  # what __getitems__ returns; not known yet
         self._sown: frozenset[Generator] | None = None  # seeded for each sample; None: no batch was read yet
+        self._kind: Kind = None  # of the samples that were collated; None: none yet
 
     @property
     def gathers(self) -> bool:
@@ -317,6 +318,8 @@ class Reader:
                     why="the loss takes its result as the batch",
                     fix="return the batch at its end",
                 )
+            if items and self._collate is default_collate:
+                self._check_kinds(items, indices)
             return batch
         except LockstepError:
             raise
@@ -337,6 +340,19 @@ class Reader:
                 problem, fix = misfit or (problem, fix)
                 fix += " in the data set, or write Task.collate (or pass collate=)"
             raise SampleError(problem, why=_told(error), fix=fix) from error
+
+    def _check_kinds(self, items: list[Any], indices: Indices) -> None:
+        """Raise :class:`SampleError` where the dtype of a batch depends on the samples that are in it."""
+        try:
+            kind = kind_of_batch(items)
+            self._kind = kind if self._kind is None else joined_kind(self._kind, kind, same_keys=False)
+        except MixedKindsError as error:
+            few = ", ".join(map(str, indices[:8].tolist())) + (", …" if len(indices) > 8 else "")
+            raise SampleError(
+                f"{error}, in {type(self._dataset).__name__}",
+                why=f"the dtype of a batch would depend on the samples in it (seen at samples {few})",
+                fix="give it one type in all samples, such as float(x), or write Task.collate (or pass collate=)",
+            ) from None
 
 
 def sample_error(dataset: Any, index: int, error: Exception) -> SampleError:

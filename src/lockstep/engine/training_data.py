@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.config import DataConfig, RunConfig
-from lockstep.data.arrays import ArrayDataset, by_row, draws_keyed, is_stream, leaves
+from lockstep.data.arrays import ArrayDataset, by_row, check_list, draws_keyed, is_stream, leaves
 from lockstep.data.loader import Settled, make_loader
 from lockstep.data.order import Order
 from lockstep.data.reader import Collate, Indices
@@ -296,7 +296,9 @@ def begin_epoch(dataset: Any, epoch: int, samples: int) -> None:
 
 
 def check_frames(dataset: Any) -> None:
-    """Raise :class:`DataError` where a frame or files behind ``dataset`` have a value that no batch can have."""
+    """Raise :class:`DataError` where a list, a frame or files behind ``dataset`` have values that no batch can have."""
     for leaf in leaves(dataset):
+        if type(leaf) is list and leaf:
+            check_list(leaf)
         if callable(check := getattr(leaf, "check_collatable", None)):
             check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -80,16 +81,17 @@ class ParquetFiles(FileSamples):
 
     @cached_property
     def _gaps(self) -> list[str]:
-        """Columns in which a value is missing."""
+        """Columns in which a value is missing, or one in a value."""
         table = None if self.rows is None else self.rows.data
-        return [name for name in table.column_names if table.column(name).null_count] if table is not None else []
+        names = [] if table is None else table.column_names
+        return [name for name in names if any(map(_has_gap, table.column(name).chunks))]
 
     def check_collatable(self) -> None:
         """Raise :class:`DataError` where a row cannot be a sample of ``default_collate``, for a missing value."""
         if self.transform is None and self._gaps:
-            row = self.rows.data.column(self._gaps[0]).is_null().index(True).as_py()
-            misfit = find_misfit(None, row, f"the column {self._gaps[0]!r}")
-            assert misfit is not None
+            column = self.rows.data.column(self._gaps[0])
+            rows = ((value.as_py(), row, f"the column {self._gaps[0]!r}") for row, value in enumerate(column))
+            misfit = next(filter(None, itertools.starmap(find_misfit, rows)))
             raise DataError(
                 f"{misfit.text}, counted through {len(self.files)} files from {self.files[0]}",
                 why="a batch has numbers and texts",
@@ -125,6 +127,17 @@ class ArrowFiles(ParquetFiles):
         else:
             batches = map(opened.get_batch, range(opened.num_record_batches))
         return opened.schema, (batch if self.columns is None else batch.select(self.columns) for batch in batches)
+
+
+def _has_gap(array: Any) -> bool:
+    from pyarrow import types
+
+    if array.null_count:
+        return True
+    if types.is_struct(array.type):
+        return any(map(_has_gap, array.flatten()))
+    is_list = types.is_list(array.type) or types.is_large_list(array.type) or types.is_fixed_size_list(array.type)
+    return is_list and _has_gap(array.flatten())
 
 
 def _is_plain(kind: Any) -> bool:

@@ -49,7 +49,8 @@ class FileSamples:
     def __init__(self, files: Files, transform: Callable[[Any], Any] | None, *, streaming: bool, key: str = "") -> None:
         self.files = find_files(files, self.suffixes)
         self.transform = transform
-        digest = hashlib.sha256(f"{type(self).__name__} 1 {key}".encode())
+        self.is_stream = streaming
+        digest = hashlib.sha256(f"{type(self).__name__} 2 {key}".encode())
         for name in self.files:
             digest.update(f"{name} {_version(name)}".encode())
         #: Of the copy: it follows from the files' names, sizes and times.

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.data.arrays import resolve_index
+from lockstep.data.collation import FLOAT, Kind, MixedKindsError, as_kind, joined_kind, kind_of, refused_in
 from lockstep.errors import DataError
 from lockstep.readers.files import (
     Files,
@@ -45,6 +46,11 @@ class _Records(FileSamples):
     sizes in bytes, and ``decode(content)``: the value of a record.
     """
 
+    #: Whether values may be of several types. The copy then has, as JSON, the common kind of the records so far in each
+    #: record that changes it; at the first record without a kind in common with those before, its kind alone.
+    has_kinds = True
+    _copied_kind: Kind = None
+    _is_mixed = False
     contents: Callable[[int, BinaryIO], Iterator[tuple[Any, int]]]
     decode: Callable[[Any], Any]
 
@@ -82,13 +88,68 @@ class _Records(FileSamples):
     def _table(self, number: int, rows: int, contents: list[Any]) -> Any:
         import pyarrow
 
-        return pyarrow.table(
-            {
-                "content": pyarrow.array(contents, self.type()),
-                "file": np.full(len(contents), number),
-                "row": np.arange(rows + 1, rows + len(contents) + 1),
-            }
-        )
+        columns = {
+            "content": pyarrow.array(contents, self.type()),
+            "file": np.full(len(contents), number),
+            "row": np.arange(rows + 1, rows + len(contents) + 1),
+        }
+        if self.has_kinds and not self.is_stream:
+            columns["kind"] = pyarrow.array([*map(self._changed_kind, contents)], pyarrow.string())
+        return pyarrow.table(columns)
+
+    def _changed_kind(self, content: Any) -> str | None:
+        if self._is_mixed:
+            return None
+        try:
+            kind = kind_of(self.decode(content))
+        except Exception:  # raised again by the reader of that record
+            return None
+        before = self._copied_kind
+        try:
+            kind = kind if before is None else joined_kind(before, kind, converts=True)
+        except MixedKindsError:
+            self._is_mixed = True
+        self._copied_kind = kind
+        return None if kind == before else json.dumps(kind)
+
+    @cached_property
+    def _kinds(self) -> list[str]:
+        """The kinds that the copy has; the last one is that of all records, if they have one in common."""
+        if not self.has_kinds or self.is_stream or self.transform is not None:
+            return []
+        return cast(list[str], self.rows.data.column("kind").unique().drop_null().to_pylist())
+
+    @cached_property
+    def _problem(self) -> tuple[str, str] | None:
+        """The first kind that cannot be in a batch with those before it, and the reason; ``None``: there is none."""
+        joined: Kind = None
+        for text in self._kinds:
+            kind = json.loads(text)
+            try:
+                joined = kind if joined is None else joined_kind(joined, kind, converts=True)
+            except MixedKindsError as error:
+                return text, str(error)
+            if refused := refused_in(kind):
+                return text, refused
+        return None
+
+    @cached_property
+    def _float_kind(self) -> Kind:
+        """The kind of all records, if they have one and a field of it floats; else ``None``."""
+        is_float = bool(self._kinds) and FLOAT in self._kinds[-1] and self._problem is None
+        return json.loads(self._kinds[-1]) if is_float else None
+
+    def check_collatable(self) -> None:
+        """Raise :class:`DataError` where records have no common dtype, other keys than others, or a missing value."""
+        if self._problem is not None:
+            kind, reason = self._problem
+            row = self.rows.data.column("kind").index(kind).as_py()
+            record = self.rows.data.column("row")[row].as_py()
+            raise DataError(
+                f"{reason}: record {record} of {self.files[self.rows.data.column('file')[row].as_py()]}",
+                why="a batch has one dtype for each field, and no missing value",
+                fix="make a sample of each record with transform=…, or write Task.collate (or pass collate=)",
+            )
 
     def records(self, table: Any) -> list[Any]:
         records = []
@@ -103,7 +164,7 @@ class _Records(FileSamples):
                     why=f"{type(error).__name__}: {error}",
                     fix="repair that record or the file",
                 ) from error
-        return records
+        return records if self._float_kind is None else [as_kind(record, self._float_kind) for record in records]
 
 
 class JsonLines(_Records):
@@ -111,7 +172,8 @@ class JsonLines(_Records):
 
     Args:
         files: a file, folder, pattern, fsspec URL, or several of them.
-        transform: makes a sample of a value.
+        transform: makes a sample of a value. Without it, whole numbers of a field that has others in any line are
+            floats, if all lines have fields of one type.
         streaming: give a stream of the values in their order, without a copy.
 
     Raises:
@@ -166,6 +228,7 @@ class CsvFiles(_Records):
     """
 
     suffixes = (".csv",)
+    has_kinds = False  # all are texts
 
     def __init__(
         self,
