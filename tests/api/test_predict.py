@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassRec
 import lockstep
 from lockstep import Datasets, Loss, Task
 from lockstep.cli.main import main
+from lockstep.errors import LockstepError
 
 NAMES = ("cat", "dog", "bird")
 
@@ -76,6 +77,15 @@ def test_predictions_tables_and_classes(
     assert run.predict(data.iloc[:4])["class"].tolist() == predicted["class"].tolist()[:4]
     assert run.predict("val", out="rows.parquet") == Path("rows.parquet")
     assert len(pd.read_parquet("rows.parquet")) == 24
+
+    with pytest.raises(LockstepError, match="loss of each sample") as refused:
+        run.predict(data[["x", "y"]], loss=True)
+    assert "'label'" in str(refused.value)
+    assert run.predict(data[["x", "y"]])["class"].tolist() == predicted["class"].tolist()
+    data.to_csv("new.csv")
+    with pytest.raises(LockstepError, match="cannot read data") as unreadable:
+        run.evaluate(tmp_path / "new.csv")
+    assert "--data" not in str(unreadable.value)
 
     metrics = run.evaluate(data)
     assert metrics["test_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)

@@ -244,6 +244,30 @@ def test_models_of_transformers_that_cannot_be_trained_so(
         task(written(tmp_path), model=tmp_path / "model", **settings).model()
 
 
+def test_a_model_with_fewer_tokens_than_bytes_is_refused_with_what_helps(tmp_path: Path) -> None:
+    library = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    library.LlamaConfig(vocab_size=256, **sizes).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="256 tokens, and the tokenizer 257") as caught:
+        task(written(tmp_path), model=tmp_path / "model").model()
+    assert "task.vocabulary" not in str(caught.value), "bytes have 257 tokens with any"
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_predicted_windows_have_their_whole_text(tmp_path: Path, pack: bool) -> None:
+    """From the first byte, over documents, to the last window, which is not full."""
+    made = task(written(tmp_path), pack=pack)
+    written(tmp_path / "new", "a.txt", "The cat sat.")
+    written(tmp_path / "new", "b.txt", "A dog ran off.")
+    data = made.evaluation_data(tmp_path / "new")
+    batch = [torch.stack(rows) for rows in zip(*(data[k] for k in range(len(data))), strict=True)]
+    texts = made.predict(made.model().eval(), batch)["text"]
+    if pack:
+        assert sorted(texts) == ["A dog ran off.", "The cat sat."]
+    else:
+        assert texts == ["The cat sat.A do", "og ran off."], "the last byte of a window is the first of the next"
+
+
 def test_texts_of_any_machine_are_the_same_corpus(tmp_path: Path) -> None:
     """A byte order mark, line ends of Windows, capitals in suffixes; hidden files are left out."""
     folder = tmp_path / "folder"

@@ -76,7 +76,7 @@ SAMPLES, LABELS = torch.randn(4, 3, 16), torch.tensor([0, 1, 2, 3])
         (save("val.pt", samples=SAMPLES / 0, labels=LABELS), "window 0 holds values that are not finite"),
         (save("val.pt", samples=SAMPLES, labels=LABELS + 1), "labels go from 1 to 4, out of range"),
         (save("train.pt", samples=SAMPLES, labels=LABELS - 1), "labels go from -1 to 2, out of range"),
-        (save("train.pt", samples=SAMPLES, labels=LABELS + 1_000_000), "label 1000003 is out of range"),
+        (save("train.pt", samples=SAMPLES, labels=LABELS + 1_000_000), "4 windows and the label 1000003"),
         (save("val.pt", samples=SAMPLES, labels=LABELS.float()), "type float32"),
         (save("val.pt", samples=SAMPLES, labels=LABELS[:, None]), r"labels have shape \(4, 1\)"),
         (

@@ -45,7 +45,14 @@ def predictions(
 
 def _sample_losses(task: Task, model: nn.Module, batch: Any, samples: int) -> list[float]:
     """The mean loss of each sample; one of a task that sums is computed on its sample alone."""
-    total, count = task.loss(bare(model), batch)
+    try:
+        total, count = task.loss(bare(model), batch)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise TaskError(
+            "the loss of each sample cannot be computed",
+            why=f"loss() of {type(task).__name__}: {type(error).__name__}: {error}",
+            fix="give data with targets, as the loss takes them; or predict without --loss (loss=True)",
+        ) from error
     if total.dim() == 1 and len(total) == samples:
         return [float(value) for value in total.float().tolist()]
     if samples == 1:

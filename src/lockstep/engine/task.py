@@ -277,7 +277,7 @@ class Task:
         raise UnsupportedError(
             f"this task cannot read data from {path}",
             why=f"{type(self).__name__} has no evaluation_data()",
-            fix="leave out --data: the run's --split test or val is evaluated; or define that method",
+            fix="name a split of the run: train, val or test; or define evaluation_data(path)",
         )
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:

@@ -245,10 +245,12 @@ class TextTask(Task):
         return self.tokenizer.lengths()
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Of each window of the text: how many bytes it has, and how many bits the model needs for each."""
+        """Of each window: its text, the bytes after its first token, and the bits that each of these takes."""
         lost, tokens, sizes = self.evaluate(model, batch)
         bits = lost / math.log(2) / sizes.clamp(min=1)
-        texts = [self.tokenizer.decode(row[row != NO_LABEL].tolist()) for row in batch[1].cpu()]
+        windows = torch.cat([batch[0], batch[1][:, -1:]], dim=1).cpu()
+        is_text = (windows != NO_LABEL) & (windows != self.tokenizer.end)
+        texts = [self.tokenizer.decode(row[shown].tolist()) for row, shown in zip(windows, is_text, strict=True)]
         return {"tokens": tokens, "bytes": sizes, "bits_per_byte": bits.float(), "text": texts}
 
     def metrics(self) -> Metrics:

@@ -71,7 +71,8 @@ def _check_sizes(path: Path, config: Any, vocabulary: int, context: int) -> None
         raise ConfigError(
             f"the model of {path} has {config.vocab_size} tokens, and the tokenizer {vocabulary}",
             why="the model has no embedding for the others",
-            fix="use the model's tokenizer (task.tokenizer=tokenizer.json), or a smaller task.vocabulary",
+            fix="use the model's tokenizer (task.tokenizer=tokenizer.json), or "
+            + ("a smaller task.vocabulary" if config.vocab_size >= 257 else f"a model of at least {vocabulary} tokens"),
         )
     longest = getattr(config, "max_position_embeddings", context)
     if 0 < longest < context:  # -1: any number

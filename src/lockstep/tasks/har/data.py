@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.data.arrays import ArrayDataset
 from lockstep.data.download import download, extract, put_unpacked
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, many
 
 Mode = Literal["joint", "flatten", "average", "first"]
 Floats = npt.NDArray[np.float32]
@@ -251,7 +251,8 @@ def load_tensors(folder: Path) -> HarData:
     classes = int(train.labels.max()) + 1
     if classes > len(train):
         raise _data_error(
-            f"{folder / 'train.pt'}: label {classes - 1} is out of range for {len(train)} windows",
+            f"{folder / 'train.pt'} has {many(len(train), 'window')} and the label {classes - 1}, "
+            "so more classes than windows",
             fix="number the classes from 0 without gaps",
         )
     val, test = (_load(folder / f"{part}.pt", classes=classes) for part in PARTS[1:])
