@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
 from tests.browser.conftest import NARROW, PATIENCE_MS, WIDE, OpenPage, open_form
-from tests.studio.serving import Address
+from tests.gloo import ROOT
+from tests.hardware.machines import machine
+from tests.studio.serving import Address, studio
 
 expect.set_options(timeout=PATIENCE_MS)
 
@@ -61,7 +64,7 @@ def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport:
     expect(page.get_by_text(re.compile("is not supported on"))).to_be_hidden()  # "32" is, and others matter to nobody
     page.get_by_role("textbox", name="Batch size", exact=True).fill("many")
     expect(run).to_be_disabled()
-    expect(page.get_by_text("a number is needed", exact=True)).to_be_visible()
+    expect(page.get_by_text(re.compile("training.batch_size: input should be a valid integer.*many"))).to_be_visible()
 
 
 def test_configurations_are_saved_and_loaded(server: Address, open_page: OpenPage) -> None:
@@ -100,7 +103,7 @@ def test_a_configuration_of_another_machine_and_numbers_that_a_browser_rounds(
     run, seed = page.get_by_role("button", name="Run", exact=True), 2**60 + 1
     box = {name: page.get_by_role("checkbox", name=name) for name in ("CPU", "GPU 0", "GPU 1", "GPU 2")}
     absent, command = (
-        page.get_by_text("Selected, but not available here: gpu:7"),
+        page.get_by_role("alert").filter(has_text="gpu:7"),
         page.get_by_label("Command", exact=True),
     )
     load(server, page, training={"seed": seed}, hardware={"selected_devices": "gpu:7, gpu:0"})
@@ -115,9 +118,10 @@ def test_a_configuration_of_another_machine_and_numbers_that_a_browser_rounds(
     expect(command).to_contain_text("name=other machine")
 
     load(server, page, hardware={"selected_devices": ["gpu:7", "cpu"]})
-    page.get_by_role("button", name="Remove").click()
-    expect(absent).to_be_hidden()
+    expect(absent).to_be_visible()
     expect(box["CPU"]).to_be_checked()
+    box["GPU 0"].check()
+    expect(absent).to_be_hidden()
     expect(run).to_be_enabled()
     load(server, page, hardware={"selected_devices": "all"})
     for name in ("GPU 0", "GPU 1", "GPU 2"):
@@ -143,20 +147,39 @@ def test_every_setting_has_a_field_and_a_mistake_goes_with_it(server: Address, o
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     page.get_by_label("Betas").fill("large")
     expect(run).to_be_disabled()
+    page.locator("[name='optimizer.name']").select_option(label="sgd")
+    expect(page.get_by_label("Betas")).to_be_hidden()
+    expect(run).to_be_enabled()
     options = page.locator("[name='optimizer.options']")
     options.fill("nesterov: true, momentum: 0.5")
     options.blur()
     expect(options).to_have_value("nesterov: true, momentum: 0.5")
     expect(page.get_by_label("YAML", exact=True)).to_contain_text("momentum: 0.5")
     options.fill("nesterov")
-    expect(page.get_by_text("write name: value")).to_be_visible()
+    expect(page.get_by_text("optimizer.options: input should be a valid dictionary")).to_be_visible()
     options.fill("")
-    page.locator("[name='optimizer.name']").select_option(label="sgd")
-    expect(page.get_by_label("Betas")).to_be_hidden()
     expect(run).to_be_enabled()
-    page.get_by_label("Seed", exact=True).fill(str(2**53))
-    expect(page.get_by_text("a browser would round this").first).to_be_visible()
-    expect(run).to_be_disabled()
-    page.get_by_label("Seed", exact=True).fill(str(2**53 - 1))
-    expect(run).to_be_enabled()
-    expect(page.get_by_label("Command", exact=True)).to_contain_text(f"--seed {2**53 - 1}")
+    for seed in (2**53 - 1, 2**53 + 1):  # a browser would round the second
+        page.get_by_label("Seed", exact=True).fill(str(seed))
+        expect(page.get_by_label("Command", exact=True)).to_contain_text(f"--seed {seed}")
+        expect(run).to_be_enabled()
+
+
+@pytest.mark.slow
+def test_a_first_visit_shows_devices_the_tasks_of_the_folder_and_a_run_that_is_ready(
+    open_page: OpenPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text((ROOT / "tests" / "toys.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    with studio(tmp_path, machine(2)) as address:
+        page = open_page(address.url)
+        form = page.get_by_role("dialog", name="Configuration")
+        expect(form).to_be_visible()
+        expect(form.get_by_role("checkbox", name="GPU 0")).to_be_checked()
+        run = form.get_by_role("button", name="Run", exact=True)
+        expect(run).to_be_enabled()
+        task = form.get_by_label("Task", exact=True)
+        task.select_option("mine.py:Toy (in this folder)")
+        expect(task).to_have_value(f"{tmp_path / 'mine.py'}:Toy")
+        expect(task.get_by_role("option", name="mine.py:Toy (in this folder)")).to_have_count(0)
+        expect(run).to_be_enabled()

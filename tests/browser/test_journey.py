@@ -40,7 +40,8 @@ def open_group(page: Page, title: str) -> None:
 
 @pytest.mark.timeout(600)
 def test_from_ticking_devices_to_comparing_runs(studio: Studio, open_page: OpenPage, network: Network) -> None:
-    page = open_form(open_page(studio.url))
+    page = open_page(studio.url)
+    expect(page.get_by_role("dialog", name="Configuration")).to_be_visible()  # at a first visit
     state = page.get_by_role("region", name="State")
     run = page.get_by_role("button", name="Run", exact=True)
 

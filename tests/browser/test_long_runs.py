@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import WebSocketRoute, expect
+from playwright.sync_api import Route, expect
 
 from tests.browser.conftest import PATIENCE_MS, OpenPage
 from tests.browser.gpus import DEVICES
@@ -29,16 +29,8 @@ def test_a_long_run_is_thinned_out_until_it_is_zoomed(open_page: OpenPage, tmp_p
     with studio(tmp_path, DEVICES) as address:
         page = open_page(address.url)
         delay: list[bool] = []
-        late: list[str | bytes] = []
-        sockets: list[WebSocketRoute] = []
-
-        def relay(socket: WebSocketRoute) -> None:
-            sockets.append(socket)
-            wait = lambda message: delay and '"kind":"range"' in str(message)[:200]  # noqa: E731
-            socket.connect_to_server().on_message(lambda m: late.append(m) if wait(m) else socket.send(m))
-
-        page.route_web_socket(re.compile("/api/live$"), relay)
-        page.reload()
+        late: list[Route] = []
+        page.route(re.compile("/rows[?]"), lambda route: late.append(route) if delay else route.continue_())
         page.get_by_role("link", name=re.compile("^endless")).click()
         note = page.get_by_text(re.compile(r"down-sampled: [\d,]+ of 150,000 points"))
         expect(note).to_be_visible()
@@ -76,7 +68,8 @@ def test_a_long_run_is_thinned_out_until_it_is_zoomed(open_page: OpenPage, tmp_p
                 break
             page.wait_for_timeout(100)
         delay.clear()
-        sockets[-1].send(late.pop())
+        late.pop().continue_()
+        page.wait_for_load_state("networkidle")
         run.append_step({"attempt": 1, "step": steps + 2, "epoch": 9, "loss": 0.125})
         newest = page.get_by_role("img", name=re.compile("^Loss against step: loss 0.125 at step 150,002"))
         expect(newest).to_have_attribute("data-points", str(int(thinned) + 1))

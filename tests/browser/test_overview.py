@@ -113,6 +113,7 @@ def test_five_hundred_metrics_are_a_table_that_is_searched(server: Address, open
     page = open_run(server, open_page, viewport=NARROW)
     table = page.get_by_role("table", name="Metrics")
     expect(table.locator("tbody tr")).to_have_count(502)
+    expect(table.locator(".spark polyline")).to_have_count(502)
     page.get_by_label("Search metrics").fill("metric 321")
     expect(table.locator("tbody tr")).to_have_count(1)
     assert cells(table)[1][:3] == ["Metric 321", "–", "0.321"]
@@ -154,6 +155,12 @@ def test_which_run_is_best_what_differs_and_does_it_improve(server: Address, ope
     ]
     box = table.bounding_box()
     assert box is not None and box["y"] + box["height"] < 800, "without scrolling"
+    expect(table.locator("td.number").first).to_have_css("font-variant-numeric", "tabular-nums")
+    expect(table.locator("tbody th").first).to_have_css("font-variant-numeric", "normal")
+    figure = page.get_by_role("figure", name="val accuracy per epoch")
+    figure.locator(".u-over").hover(position={"x": 2, "y": 20})
+    expect(figure.locator(".tip dt")).to_have_text(["run-00000a11", "run-00000a22", "run-00000a33"])
+    expect(figure.locator(".tip dd")).to_have_text(["0.5", "0.25", "0.5"])
     # Any axis, and the mean of each group: (0.8125 + 0.7125) / 2.
     page.get_by_label("X axis").select_option("samples")
     curve = page.get_by_role("img", name=re.compile("^val accuracy per epoch against samples"))
@@ -224,3 +231,62 @@ def test_a_phone_has_every_column_and_names_have_a_title(server: Address, open_p
         box = cell.bounding_box()
         assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= NARROW["width"]
     expect(row.get_by_role("link")).to_have_attribute("title", re.compile(name.strip()))
+
+
+@pytest.mark.slow
+def test_the_runs_of_a_sweep_have_a_page(server: Address, open_page: OpenPage) -> None:
+    last = {0.25: (0.5, 1.0), 0.125: (0.875, 0.625)}
+    for lr, values in last.items():
+        for value in values:
+            name = f"run-00000b{len(list(runs_of(server).iterdir())):02d}"
+            make_answered(runs_of(server), name, scores=(0.25, value), lr=lr).update(tags=("sweep-1",))
+    page = open_page(server.url)
+    page.get_by_role("link", name="sweep-1").first.click()
+    expect(page.get_by_role("heading", name="sweep-1")).to_be_visible()
+    table = page.get_by_role("table", name="Answer")
+    expect(table.locator("tbody tr")).to_have_count(4)
+    assert sorted(row[1] for row in cells(table)[1:]) == ["0.5", "0.625", "0.875", "1 ★ best"]
+    # The means of what was swept, without a choice: (0.5 + 1) / 2 and (0.875 + 0.625) / 2.
+    means = page.get_by_role(
+        "img", name=re.compile(r"^val accuracy per epoch .*lr 0\.\d+ 0.75 at .*; lr 0\.\d+ 0.75 at ")
+    )
+    expect(means).to_be_visible()
+    page.get_by_label("Group by").select_option("")
+    expect(page.get_by_role("img", name=re.compile("^val accuracy per epoch .*run-00000b.* 0.875 at "))).to_be_visible()
+    page.get_by_role("link", name="All 4 runs").click()
+    expect(page.get_by_label("Search runs")).to_have_value('tag:"sweep-1"')
+    expect(page.get_by_role("table", name="Runs").locator("tbody tr")).to_have_count(4)
+
+
+def test_a_failed_run_of_a_terminal_has_its_last_lines_and_the_output_of_every_rank(
+    server: Address, open_page: OpenPage
+) -> None:
+    run = make_answered(runs_of(server))
+    run.update(status="failed", error="RuntimeError: made up")
+    (run.logs / "run.log").write_text("epoch 1/4\nits last words\n")
+    for rank in (0, 1):
+        (run.logs / f"rank-{rank}.log").write_text(f"rank {rank} speaks\n")
+    page = open_run(server, open_page)
+    expect(page.get_by_label("Output of the command")).to_contain_text("its last words")
+    page.get_by_role("tab", name="Log").click()
+    log = page.get_by_role("tabpanel", name="Log")
+    expect(log.get_by_label("File").get_by_role("option")).to_have_text(["run.log", "rank-0.log", "rank-1.log"])
+    log.get_by_label("File").select_option("rank-1.log")
+    expect(log.locator("pre")).to_have_text(re.compile("rank 1 speaks"))
+
+
+def test_columns_and_groups_survive_the_way_back(server: Address, open_page: OpenPage) -> None:
+    make_answered(runs_of(server))
+    page = open_page(server.url)
+    page.get_by_role("button", name="Columns").click()
+    page.get_by_role("dialog").get_by_label("optimizer.lr").check()
+    page.get_by_role("dialog").get_by_role("button", name="Close").click()
+    page.get_by_label("Group by").select_option("status")
+    page.get_by_role("button", name="Status completed").click()
+    page.get_by_role("link", name="run-00000a11").click()
+    expect(page.get_by_role("region", name="Answer")).to_be_visible()
+    page.go_back()
+    expect(page.get_by_role("columnheader", name="optimizer.lr")).to_be_visible()
+    expect(page.get_by_label("Group by")).to_have_value("status")
+    row = page.get_by_role("row").filter(has=page.get_by_role("link", name="run-00000a11"))
+    expect(row.locator("td[data-title='optimizer.lr']")).to_have_text("0.25")

@@ -77,12 +77,6 @@ class Page:
                 old = known.setdefault(name, [None] * before)
                 old += columns.get(name, [None] * len(columns[message["x"]]))
 
-    def answer(self, request: int) -> dict[str, Any]:
-        """The answer to a ``range`` with this number."""
-        while (message := self.turn()).get("request") != request:
-            pass
-        return message
-
     def hear(self) -> dict[str, Any]:
         """The next message that is no sign of life."""
         while (message := self.turn())["type"] == "alive":
@@ -169,15 +163,13 @@ def test_a_long_run_is_shown_coarsely_then_thinned_out_and_in_full_in_parts(addr
         assert len(losses) <= 2 * POINTS
         assert max(losses) == 99.0, "a single peak stays visible"
         assert page.steps() == sorted(page.steps())
-        part = {"type": "range", "run": "run-0000000a", "stream": "steps", "columns": ["loss"]}
-        page.ask(**part, **{"from": 54_300, "to": 54_399}, request=7)
-        answer = page.answer(7)
+        part = "/api/runs/run-0000000a/rows?stream=steps&column=loss"
+        answer = address.get(f"{part}&from=54300&to=54399")
         assert not answer["downsampled"]
         assert answer["columns"].keys() == {"step", "loss"}
         assert answer["columns"]["step"] == list(range(54_300, 54_400))
         assert answer["columns"]["loss"][21] == 99.0
-        page.ask(**part, full=True, request=8)
-        assert page.answer(8)["columns"]["step"] == list(range(1, rows + 1)), "of a CSV file"
+        assert address.get(f"{part}&full=true")["columns"]["step"] == list(range(1, rows + 1)), "of a CSV file"
 
         # Rows that come while the page is open are sent as they are, until they are so many as would slow it down.
         grown = rows + FULL_ROWS + 1
@@ -234,14 +226,12 @@ def test_a_tab_hears_why_something_is_refused(address: Address, run: RunDir) -> 
         page.hear()
         page.ask(type="subscribe", run="nothing")
         assert page.hear()["code"] == "RUN_NOT_FOUND"
-        page.ask(type="range", run="run-0000000a")
-        assert page.hear()["code"] == "RUN_NOT_FOUND"
-        page.ask(type="subscribe", run="run-0000000a", stream=1)
+        page.ask(type="subscribe", run="run-0000000a", runs=1)
         assert page.hear()["code"] == "INVALID_REQUEST"
-        page.ask(type="subscribe", run="run-0000000a")
-        page.ask(type="range", run="run-0000000a", stream="dreams", request=5)
-        page.until(lambda: page.messages[-1].get("code") == "NOT_FOUND")
-        assert (page.messages[-1]["run"], page.messages[-1]["request"]) == ("run-0000000a", 5)
+    assert address.call("GET", "/api/runs/nothing/rows", 404)["code"] == "RUN_NOT_FOUND"
+    assert address.call("GET", "/api/runs/run-0000000a/rows?stream=dreams", 404)["code"] == "NOT_FOUND"
+    run.append_step(step(1))
+    assert address.get("/api/runs/run-0000000a/rows")["columns"]["loss"] == [1.0], "of a run that no tab follows"
 
 
 @pytest.mark.slow
@@ -251,16 +241,15 @@ def test_a_tab_that_asks_and_never_reads_takes_little_memory_and_is_closed_at_th
     with run.steps_file.open("w") as file:
         for number in range(20_000):
             file.write(json.dumps(step(number + 1, scalars={str(name): 0.5 for name in range(20)})) + "\n")
-    wanted = {"type": "range", "run": "run-0000000a", "stream": "steps"}
+    wanted = {"type": "subscribe", "run": "run-0000000a"}
     with ExitStack() as clients, studio(tmp_path, machine(0)) as address:
         tab = clients.enter_context(address.live(max_queue=1))
         with address.live() as other:
             other.send(json.dumps({"type": "subscribe", "run": "run-0000000a"}))
             while '"type":"rows"' not in str(other.recv(timeout=WAIT_S)):
                 pass
-            tab.send(json.dumps({"type": "subscribe", "run": "run-0000000a"}))
             before = psutil.Process().memory_info().rss
-            for _ in range(400):  # the answers have 700 MB
+            for _ in range(400):  # the histories have 700 MB
                 tab.send(json.dumps(wanted))
             time.sleep(3)
             grown = psutil.Process().memory_info().rss - before

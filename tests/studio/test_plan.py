@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from lockstep.cli.main import main
 from lockstep.config import resolve
 from lockstep.errors import LockstepError
 from lockstep.rundir.folder import RunDir
-from lockstep.studio.forms import Planner
+from lockstep.studio.planner import Planner
 from lockstep.tasks import BUILT_IN
 from tests.gloo import ROOT
 from tests.hardware.machines import gpu, machine
@@ -205,6 +206,13 @@ def test_the_preview_is_a_command_that_plans_the_same(
         assert planned[key] == answer["plan"][key], key
     (tmp_path / "form.yaml").write_text(answer["preview"]["yaml"])
     assert planned_by("--config", str(tmp_path / "form.yaml")) == planned
+
+
+def test_long_answers_are_compressed(two_gpus: Address) -> None:
+    headers = {"Authorization": f"Bearer {two_gpus.token}", "Accept-Encoding": "gzip"}
+    answer = httpx.get(f"{two_gpus.base}/api/schema", headers=headers, trust_env=False)
+    assert answer.headers["content-encoding"] == "gzip"
+    assert answer.json()["data"] == two_gpus.get("/api/schema")
 
 
 def test_tasks_and_schema(two_gpus: Address) -> None:

@@ -24,7 +24,7 @@ from lockstep.errors import LockstepError
 from lockstep.hardware.nvml import GpuUser
 from lockstep.rundir.files import JsonLines, last_row
 from lockstep.rundir.folder import RunDir
-from lockstep.studio.commands import Identity, Starts, is_alive, reap, send
+from lockstep.studio.commands import Identity, Starts, is_alive, send
 from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex, Summary
 from lockstep.studio.schemas import ResumeBody
@@ -210,7 +210,6 @@ def test_of_two_resumes_at_once_one_starts(tmp_path: Path) -> None:
     (start,) = started
     send(start.process, signal.SIGKILL)
     wait_until(lambda: not is_alive(start.process))
-    reap()
     assert refused == ["TRAINING_IN_PROGRESS"] * 3
 
 
@@ -313,7 +312,6 @@ def test_what_cannot_be_started_or_noted_leaves_nothing(tmp_path: Path, monkeypa
     begin()
     left = [child for child in psutil.Process().children() if child.pid not in before]
     wait_until(lambda: not any(is_alive(Identity(child.pid, child.create_time())) for child in left))
-    reap()
 
 
 def full_disk(path: Path, _: Any) -> None:

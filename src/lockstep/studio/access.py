@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import secrets
 import time
 from collections.abc import Mapping
+from functools import partial
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
@@ -37,10 +37,10 @@ HEADERS = {
 _NOT_KEPT = {"cache-control": "no-store"}
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 #: Files of the page that asks for the token, which shows nothing of a run.
-_PUBLIC = {"/static/app/enter.js", "/static/styles/base.css", "/static/vendor/inter.woff2", "/static/icon.svg"}
+_PUBLIC = {"/static/app/enter.js", "/static/styles/base.css", "/static/vendor/inter.woff2"}
 SESSION_S = 30 * 86_400
-#: How often an open WebSocket's session is checked: a new token ends it.
-RECHECK_S = 1.0
+#: In a WebSocket's scope: raises :class:`ApiError` once a new token has ended its session.
+CHECK = "lockstep.check_session"
 
 
 class Sessions:
@@ -81,20 +81,6 @@ class Guard:
             return
         connection = HTTPConnection(scope)
 
-        async def receive_while_known() -> Message:
-            message = asyncio.ensure_future(receive())
-            try:
-                while True:
-                    done, _ = await asyncio.wait({message}, timeout=RECHECK_S)
-                    self._check_session(connection)
-                    if done:
-                        return await message
-            except ApiError as error:
-                await send({"type": "websocket.close", "code": 1008, "reason": error.code})
-                return {"type": "websocket.disconnect", "code": 1008}
-            finally:
-                message.cancel()
-
         async def send_with_headers(message: Message) -> None:
             if message["type"].endswith("http.response.start"):
                 present = {name for name, _ in message["headers"]}
@@ -103,7 +89,7 @@ class Guard:
             await send(message)
 
         answer = await self._answer(connection, receive) or self._app
-        await answer(scope, receive_while_known if scope["type"] == "websocket" else receive, send_with_headers)
+        await answer({**scope, CHECK: partial(self._check_session, connection)}, receive, send_with_headers)
 
     async def _answer(self, connection: HTTPConnection, receive: Receive) -> ASGIApp | None:
         """Return a refusal, or an answer that needs no session; ``None``: the application answers."""

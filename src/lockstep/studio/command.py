@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -40,35 +41,34 @@ def studio(
     new_token: Annotated[bool, flag("Replace the token and end every session. Default: off.")] = False,
     browser: Annotated[bool, flag("Open the page in a browser. Default: on.", negative="--no-browser")] = True,
 ) -> None:
-    try:
-        import websockets  # noqa: F401 - uvicorn imports it late
+    from lockstep.studio.planner import Planner
 
-        from lockstep.studio.server import Options, Server
-    except ImportError as error:
-        raise UnsupportedError(
-            "the studio needs packages that are not installed",
-            why=str(error),
-            fix="pip install 'lockstep-train[studio]'",
-        ) from None
-    from lockstep.cli.settings import flag_table
-    from lockstep.hardware.detect import detect_devices
-    from lockstep.rundir.copies import CopiedRuns
-    from lockstep.rundir.remote import is_url
-    from lockstep.studio.settings import offered_tasks
+    with contextlib.closing(Planner()) as planner:
+        planner.start()  # it imports torch while this process imports the server
+        try:
+            import websockets  # noqa: F401 - uvicorn imports it late
 
-    folder = CopiedRuns(runs_dir).follow() if is_url(runs_dir) else Path(runs_dir)
-    options = Options(
-        runs_dir=folder,
-        tasks=offered_tasks(task or ()),
-        flags=flag_table(),
-        warm=True,
-    )
-    server = Server(options, port=port, detect=detect_devices, new_token=new_token)
-    say(f"Lockstep studio: {server.url}", sys.stdout)
-    say(f"runs in {options.runs_dir.resolve()}; Ctrl-C ends the studio; runs continue", sys.stdout)
-    sys.stdout.flush()
-    if browser:
-        import webbrowser
+            from lockstep.studio.server import Options, Server
+        except ImportError as error:
+            raise UnsupportedError(
+                "the studio needs packages that are not installed",
+                why=str(error),
+                fix="pip install 'lockstep-train[studio]'",
+            ) from None
+        from lockstep.cli.settings import flag_table
+        from lockstep.hardware.detect import detect_devices
+        from lockstep.rundir.copies import CopiedRuns
+        from lockstep.rundir.remote import is_url
+        from lockstep.studio.settings import offered_tasks
 
-        webbrowser.open(server.write_door())
-    server.run()
+        folder = CopiedRuns(runs_dir).follow() if is_url(runs_dir) else Path(runs_dir)
+        options = Options(runs_dir=folder, tasks=offered_tasks(task or ()), flags=flag_table(), planner=planner)
+        server = Server(options, port=port, detect=detect_devices, new_token=new_token)
+        say(f"Lockstep studio: {server.url}", sys.stdout)
+        say(f"runs in {options.runs_dir.resolve()}; Ctrl-C ends the studio; runs continue", sys.stdout)
+        sys.stdout.flush()
+        if browser:
+            import webbrowser
+
+            webbrowser.open(server.write_door())
+        server.run()

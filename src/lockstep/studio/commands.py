@@ -25,7 +25,7 @@ from lockstep.config.load import to_yaml
 from lockstep.errors import RunFolderError, StorageError
 from lockstep.launch.failure.records import LAUNCHER_FILE
 from lockstep.rundir import files
-from lockstep.rundir.files import FileContent, names_in, write_json
+from lockstep.rundir.files import FileContent, write_json
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.heartbeat import CREATED_TOLERANCE_S, age_difference_s
 from lockstep.rundir.heartbeat import works_on as works_on
@@ -36,8 +36,6 @@ _MAX_RECORD_BYTES = 256 << 10
 _MAX_LOG_BYTES = 1 << 20
 #: The command ends after the run is marked as ended: ranks exit, loggers finish. That is slow on a busy machine.
 _ENDING_S = 60.0
-_children: dict[int, subprocess.Popen[bytes]] = {}
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class Command(FileContent):
         return Identity(self.pid, self.created, group=True)
 
 
-def _launch(words: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
+def _launch(words: Sequence[str], output: Path) -> Identity:
     """Start ``lockstep`` in a separate session; its output is appended to a file. Raises :class:`StorageError`."""
     try:
         with output.open("ab") as file:
@@ -87,19 +85,7 @@ def _launch(words: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
             )
     except (OSError, ValueError) as error:
         raise StorageError("the command could not be started", why=str(error), fix="free memory or processes") from None
-    with _lock:
-        _children[child.pid] = child
-    return child
-
-
-def reap() -> None:
-    """Collect children that have ended, so that they do not stay as zombies."""
-    with _lock:
-        for pid in [pid for pid, process in _children.items() if process.poll() is not None]:
-            del _children[pid]
-
-
-def _identity_of(child: subprocess.Popen[bytes]) -> Identity:
+    threading.Thread(target=child.wait, name="lockstep-child", daemon=True).start()  # else it stays as a zombie
     created = 0.0  # of a process that has ended already
     with contextlib.suppress(psutil.Error):
         created = psutil.Process(child.pid).create_time()
@@ -111,8 +97,6 @@ def is_alive(identity: Identity) -> bool:
         off_s = age_difference_s(identity.pid, identity.created)
     except psutil.AccessDenied:
         return False
-    if off_s is None:
-        reap()
     return off_s is not None and off_s <= CREATED_TOLERANCE_S
 
 
@@ -153,14 +137,13 @@ def last_lines(file: Path, lines: int, *, skip_bytes: int = 0) -> tuple[list[str
 
 
 class Labels(FileContent):
-    """Name and tags of a run; ``None`` where its record has them."""
+    """Name and tags of a run, as far as they are not in its record yet."""
 
     name: str | None = None
-    tags: tuple[str, ...] | None = None
+    tags: tuple[str, ...] = ()
 
-    def for_record(self) -> dict[str, Any]:
-        labels = self.model_dump(mode="json", exclude_none=True)
-        return labels | {key: None for key, label in labels.items() if label == ""}
+    def changes(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude_unset=True)
 
 
 class _Launcher(FileContent):
@@ -199,7 +182,7 @@ class Starts:
             if config is not None:
                 files.write_text(folder / "config.yaml", to_yaml(config))
                 words += ["--config", str(folder / "config.yaml")]
-            child = _identity_of(_launch(words, output))
+            child = _launch(words, output)
             start = Command(
                 arguments=words,
                 pid=child.pid,
@@ -233,9 +216,6 @@ class Starts:
                 raise in_progress(name)
             time.sleep(0.05)
 
-    def names(self) -> list[str]:
-        return [name for name in names_in(self._home.starts) if not name.startswith(".")]
-
     def output(self, name: str) -> Path:
         """The file of the command's output: moved to the run's ``logs`` as soon as that folder exists."""
         here = self._home.start(name) / "output.log"
@@ -262,12 +242,11 @@ class Starts:
     def label(self, name: str, labels: Labels) -> None:
         """Keep labels until :meth:`settle` can write them into the record. Raises :class:`StorageError`."""
         files.make_folders(self._home.start(name))
-        write_json(self._home.start(name) / "labels.json", labels.model_dump())
+        write_json(self._home.start(name) / "labels.json", labels.changes())
 
     def settle(self, run: RunDir) -> None:
         """Write name and tags into the record of a run that has ended: while it runs, the file has another writer."""
-        labels = self.labels(run.path.name)
-        if changes := labels.for_record():
+        if changes := self.labels(run.path.name).changes():
             with contextlib.suppress(StorageError, RunFolderError):
                 run.update(**changes)
                 self.label(run.path.name, Labels())

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,94 +19,9 @@ from lockstep.studio import settings
 from lockstep.studio.commands import owner, works_on
 from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex
-from lockstep.studio.schemas import ApiError, PlanBody, TaskBody
+from lockstep.studio.planner import Planner, refusal
+from lockstep.studio.schemas import PlanBody, TaskBody
 from lockstep.studio.settings import OfferedTasks, RunRequest
-
-
-class Planner:
-    """Asks the helper process (:mod:`lockstep.studio.plan_helper`), one request at a time; starts it when needed."""
-
-    def __init__(self, timeout_s: float = 60.0) -> None:
-        self._timeout_s = timeout_s
-        self._helper: tuple[subprocess.Popen[bytes], Connection] | None = None
-        self._lock = threading.Lock()
-        self._closed = False
-        self._tasks: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-
-    def tasks(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Describe each task for the form; asked once."""
-        key = tuple(names)
-        if key not in self._tasks:
-            self._tasks[key] = self._ask({"op": "tasks", "names": key})
-        return self._tasks[key]
-
-    def plan(self, task: str, config: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, Any]:
-        request = {"op": "plan", "task": task, "config": config, "devices": [device.as_dict() for device in devices]}
-        plan: dict[str, Any] = self._ask(request)
-        return plan
-
-    def close(self) -> None:
-        """End the helper, even in the middle of an answer: its caller gets an error."""
-        self._closed = True
-        while not self._lock.acquire(timeout=0.05):
-            if (helper := self._helper) is not None:
-                helper[0].kill()
-        try:
-            self._end()
-        finally:
-            self._lock.release()
-
-    def _ask(self, request: Mapping[str, Any]) -> Any:
-        with self._lock:
-            try:
-                answer = self._exchange(json.dumps(request).encode())
-            except (OSError, EOFError, ValueError) as error:
-                self._end()
-                raise ApiError(
-                    "PLANNER_FAILED",
-                    503,
-                    "the data of this task could not be read",
-                    why=str(error) or "the helper process ended",
-                    fix="run `lockstep plan` with the same settings in a terminal to see the reason",
-                ) from None
-        if "error" in answer:
-            raise _refusal(answer["error"])
-        return answer["data"]
-
-    def _exchange(self, request: bytes) -> Any:
-        if self._closed:
-            raise OSError("the studio is ending")
-        if self._helper is None or self._helper[0].poll() is not None:
-            self._end()
-            here, there = Pipe()
-            with there:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "lockstep.studio.plan_helper", str(there.fileno())],
-                    pass_fds=[there.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # not ended by Ctrl-C in the studio's terminal
-                )
-            self._helper = (process, here)
-        _, pipe = self._helper
-        pipe.send_bytes(request)
-        if not pipe.poll(self._timeout_s):
-            raise OSError(f"no answer within {self._timeout_s:g} s")
-        return json.loads(pipe.recv_bytes())
-
-    def _end(self) -> None:
-        helper = self._helper
-        self._helper = None
-        if helper is not None:
-            process, pipe = helper
-            pipe.close()
-            process.kill()
-            process.wait()
-
-
-def _refusal(error: Mapping[str, Any]) -> ApiError:
-    return ApiError(error["code"], 422, error["message"], why=error.get("why", ""), fix=error.get("fix", ""))
 
 
 @dataclass(eq=False)
@@ -154,11 +62,13 @@ class Forms:
         return {"tasks": self._planner.tasks(list(self.offered))}
 
     def task_files(self) -> dict[str, Any]:
-        return {"files": settings.task_files(Path.cwd(), self._home.runs_dir)}
+        """The tasks of the Python files here that are not offered yet."""
+        files = settings.task_files(Path.cwd(), self._home.runs_dir)
+        return {"files": [file for file in files if settings.class_path(str(Path.cwd() / file)) not in self.offered]}
 
     def add_task(self, body: TaskBody) -> dict[str, Any]:
         """Offer a task of :meth:`task_files` until the studio ends. Raises :class:`TaskError`."""
-        if body.path not in self.task_files()["files"]:
+        if body.path not in settings.task_files(Path.cwd(), self._home.runs_dir):
             raise TaskError(
                 f"{body.path[:200]!r} is not a task here",
                 why=f"the page takes Python files in {Path.cwd()} and its folders, and none of a run",
@@ -168,15 +78,10 @@ class Forms:
         self.offered[added] = None
         return {"added": added, **self.tasks()}
 
-    def warm(self) -> None:
-        """Let the helper process import the tasks; what goes wrong is reported to the page that asks."""
-        with contextlib.suppress(LockstepError):
-            self.tasks()
-
     def described(self, task: str) -> Mapping[str, Any]:
         described: Mapping[str, Any] = next(each for each in self.tasks()["tasks"] if each["name"] == task)
         if described["error"] is not None:
-            raise _refusal({**described["error"], "code": "TASK_NOT_USABLE"})
+            raise refusal({**described["error"], "code": "TASK_NOT_USABLE"})
         return described
 
     @functools.cached_property

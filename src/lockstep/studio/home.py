@@ -80,12 +80,13 @@ class Home:
         return file
 
 
-def modified_ns(path: Path) -> int:
-    """When a file or folder was last changed, in ns; 0 when there is none."""
+def state_of(path: Path | str) -> tuple[int, int, int] | None:
+    """When a file or folder was last changed, in ns, its size and inode; ``None`` when there is none."""
     try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
+        status = os.stat(path)  # noqa: PTH116 - fast for a thousand runs
+    except (OSError, ValueError):
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def is_run_name(name: str) -> bool:

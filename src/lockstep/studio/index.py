@@ -17,7 +17,7 @@ from lockstep.rundir.heartbeat import Beat
 from lockstep.rundir.heartbeat import is_alive as is_beating
 from lockstep.rundir.summary import one_line, summarize
 from lockstep.studio.commands import Command, Labels, Starts, is_alive, last_lines
-from lockstep.studio.home import Home, is_run_name
+from lockstep.studio.home import Home, is_run_name, state_of
 from lockstep.studio.schemas import run_not_found
 
 #: Fields of a summary that the list does not need.
@@ -57,7 +57,6 @@ class RunIndex:
         self._folders: dict[str, str] = {}
         self._stopping: set[str] = set()
         self._lock = threading.RLock()
-        self._shown: list[Summary] = []
 
     def summaries(self) -> list[Summary]:
         """One summary a run, newest first."""
@@ -65,12 +64,9 @@ class RunIndex:
             return self._listed()
 
     def watched(self) -> tuple[list[Summary], list[str]]:
-        """:meth:`summaries`, each the same object until it changes, and :meth:`problems`. The same list: no change."""
+        """:meth:`summaries`, each the same object until it changes, and :meth:`problems`."""
         with self._lock:
-            summaries = self._listed()
-            if list(map(id, summaries)) != list(map(id, self._shown)):
-                self._shown = summaries
-            return self._shown, self.problems()
+            return self._listed(), self.problems()
 
     def listed(self) -> dict[str, Any]:
         return {"runs": self.summaries(), "problems": self.problems()}
@@ -126,7 +122,7 @@ class RunIndex:
             self._stopping.add(self.locate(ref))
 
     def _listed(self) -> list[Summary]:
-        noted = set(self._starts.names())
+        noted = set(names_in(self._home.starts))
         names = sorted(filter(is_run_name, noted.union(names_in(self._home.runs_dir))))  # before their copies
         for gone in self._entries.keys() - set(names):
             self._drop(gone)
@@ -142,8 +138,8 @@ class RunIndex:
         """
         entry = self._entries.get(name)
         path = f"{self._home.runs_dir}/{name}"
-        record = _stat(f"{path}/{_FILES[0]}")
-        notes = _stat(f"{self._home.starts}/{name}") if noted else None
+        record = state_of(f"{path}/{_FILES[0]}")
+        notes = state_of(f"{self._home.starts}/{name}") if noted else None
         # A run that has ended and is unchanged needs no more than this check: an attempt begins with its record.
         if entry is not None and not entry.restless and (entry.signature[0], entry.signature[-1]) == (record, notes):
             return entry
@@ -154,7 +150,7 @@ class RunIndex:
         if entry is None:
             entry = self._entries[name] = Entry(RunDir(self._home.run(name)))
         try:
-            signature = (record, *[_stat(f"{path}/{file}") for file in _FILES[1:]], notes)
+            signature = (record, *[state_of(f"{path}/{file}") for file in _FILES[1:]], notes)
             if entry.signature != signature:
                 self._read(entry, start, there=record is not None)
                 entry.signature = signature
@@ -226,11 +222,11 @@ class RunIndex:
         entry.restless = alive or status in LIVE or (entry.beat is not None and is_beating(entry.beat, time.time()))
         if status not in LIVE:
             self._stopping.discard(name)
-            if not entry.restless and record is not None and labels != Labels():
+            if not entry.restless and record is not None and labels.changes():
                 self._starts.settle(run)
         return {
             **base,
-            **labels.for_record(),
+            **labels.changes(),
             "id": entry.id,
             "status": status,
             "starting": alive and unseen,
@@ -238,11 +234,3 @@ class RunIndex:
             "stopping": name in self._stopping,
             "eta_s": base["eta_s"] if status == "running" else None,
         }
-
-
-def _stat(path: str) -> tuple[int, int, int] | None:
-    try:
-        status = os.stat(path)  # noqa: PTH116 - fast for a thousand runs
-    except (OSError, ValueError):
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino

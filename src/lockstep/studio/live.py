@@ -10,39 +10,31 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 from weakref import WeakValueDictionary
 
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+from starlette.responses import Response
+from starlette.websockets import WebSocket, WebSocketState
 
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError, RunFolderError
+from lockstep.studio.access import CHECK
 from lockstep.studio.index import RunIndex, Summary
-from lockstep.studio.schemas import ApiError, malformed
+from lockstep.studio.schemas import ApiError, RunName, malformed
 from lockstep.studio.tailing import TICK_S, Feed, Message, Subscription
 
 #: The pause while a long file is being read, in which other tabs find the feed unlocked.
 _BEHIND_S = 0.02
-#: How often an outbox is checked that a tab does not read.
-_UNREAD_S = 0.1
 MAX_SUBSCRIPTIONS = 20
-#: The studio's page sends none.
-MAX_BAD_MESSAGES = 20
-#: Answers that wait for a tab to read; a part of a long run may have some megabytes.
-MAX_UNSENT = 8
+#: Messages that are refused, of which the studio's page sends hardly any.
+MAX_BAD_MESSAGES = 50
 _log = logging.getLogger(__name__)
 
 
 class TabMessage(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True)
 
-    type: Literal["watch", "subscribe", "unsubscribe", "range"]
+    type: Literal["watch", "subscribe", "unsubscribe"]
     run: str = Field("", max_length=300)
     runs: bool = False
-    stream: str = Field("steps", max_length=300)
-    low: float | None = Field(None, alias="from", ge=-1e300, le=1e300)
-    high: float | None = Field(None, alias="to", ge=-1e300, le=1e300)
-    request: int | None = None
-    #: Of a range: the columns besides those of the axes (default: all), and whether every row is needed.
-    columns: list[Annotated[str, Field(max_length=300)]] | None = Field(None, max_length=100)
-    full: bool = False
 
 
 class Hub:
@@ -53,29 +45,44 @@ class Hub:
         self._hello = hello
         #: By run, while a tab follows it.
         self.feeds: WeakValueDictionary[str, Feed] = WeakValueDictionary()
-        self._tabs: set[Tab] = set()
 
-    async def close(self) -> None:
-        """Close every tab: the studio ends."""
-        for tab in list(self._tabs):
-            with contextlib.suppress(RuntimeError, OSError, WebSocketDisconnect):
-                await tab.socket.close(1012)
+    def feed(self, name: str) -> Feed:
+        """The feed of a run: that of the tabs that follow it, or a new one. Raises :class:`ApiError`."""
+        return self.feeds.setdefault(name, self.feeds.get(name) or Feed(self.index.run_folder(name), name))
+
+    def rows(
+        self,
+        name: RunName,
+        low: Annotated[float | None, Query(alias="from")] = None,
+        high: Annotated[float | None, Query(alias="to")] = None,
+        stream: str = "steps",
+        column: Annotated[list[str] | None, Query(max_length=100)] = None,
+        full: bool = False,
+    ) -> Response:
+        """A part of a stream: these columns and the axes (default: all), thinned out unless it is short or ``full``."""
+        feed = self.feed(name)
+        while True:
+            with feed.lock:
+                feed.poll()
+            if not feed.behind:
+                break
+        with feed.lock:
+            if stream not in feed.tails:
+                raise ApiError("NOT_FOUND", 404, f"no stream {stream[:90]!r} in this run", fix="use one of its streams")
+            columns = feed.tails[stream].columns
+            part = columns.part(*columns.between(low, high), column, full=full)
+            rows = feed.message("range", stream, columns, part)
+        return Response(f'{{"status":"ok","data":{rows}}}', media_type="application/json")
 
     async def serve(self, socket: WebSocket) -> None:
         await socket.accept()
-        tab = Tab(self, socket)
-        self._tabs.add(tab)
-        tab.say({"type": "hello", **self._hello()})
-        try:
-            await tab.serve()
-        finally:
-            self._tabs.discard(tab)
+        await Tab(self, socket, {"type": "hello", **self._hello()}).serve()
 
 
 class Tab:
     """One WebSocket."""
 
-    def __init__(self, hub: Hub, socket: WebSocket) -> None:
+    def __init__(self, hub: Hub, socket: WebSocket, hello: Message) -> None:
         self._hub = hub
         self.socket = socket
         self._asked = asyncio.Event()
@@ -84,12 +91,8 @@ class Tab:
         #: The list as it was sent: runs by id, and problems.
         self._sent: tuple[dict[str, Summary], list[str]] | None = None
         self._list_due = 0.0
-        self._outbox: list[Message] = []
+        self._outbox = [hello]
         self._bad_messages = 0
-
-    def say(self, message: Message) -> None:
-        self._outbox.append(message)
-        self._asked.set()
 
     async def serve(self) -> None:
         sender = asyncio.create_task(self._send())
@@ -98,10 +101,7 @@ class Tab:
                 message = await self.socket.receive()
                 if message["type"] == "websocket.disconnect":
                     return
-                await self._receive(message.get("text"))
-                # A tab that asks and never reads: its next messages wait until it has taken the answers.
-                while len(self._outbox) > MAX_UNSENT and not sender.done():
-                    await asyncio.sleep(_UNREAD_S)
+                self._receive(message.get("text"))
                 if self._bad_messages > MAX_BAD_MESSAGES:
                     await self.socket.close(1008)
                     return
@@ -109,48 +109,36 @@ class Tab:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
 
-    # Messages of the tab.
-
-    async def _receive(self, text: str | None) -> None:
-        message: TabMessage | None = None
+    def _receive(self, text: str | None) -> None:
+        run = None
         try:
-            message = _parse(text)
-            await self._answer(message)
-        except LockstepError as error:
-            self._bad_messages += error.code == "INVALID_REQUEST"
-            about = message.model_dump(include={"run", "request"}, exclude_unset=True) if message else {}
-            self.say({"type": "error", **error.as_dict(), "run": None, **about})
+            message = TabMessage.model_validate_json(text or "")
+            run = message.run
+            self._follow(message)
+        except (LockstepError, ValidationError) as error:
+            refusal = malformed(error.errors()) if isinstance(error, ValidationError) else error
+            self._bad_messages += 1
+            self._outbox.append({"type": "error", **refusal.as_dict(), "run": run})
+        self._asked.set()
 
-    async def _answer(self, message: TabMessage) -> None:
+    def _follow(self, message: TabMessage) -> None:
         match message.type:
             case "watch":
                 self._watches_runs = message.runs
                 self._sent = None
                 self._list_due = 0.0
-                self._asked.set()
             case "subscribe":
                 if message.run not in self._subscriptions and len(self._subscriptions) >= MAX_SUBSCRIPTIONS:
-                    raise ApiError(
-                        "INVALID_CONFIG", 422, f"a tab follows at most {MAX_SUBSCRIPTIONS} runs", fix="leave some out"
-                    )
-                feed = self._hub.feeds.get(message.run) or Feed(self._hub.index.run_folder(message.run), message.run)
-                self._hub.feeds[message.run] = feed
-                self._subscriptions[message.run] = Subscription(feed)
-                self._asked.set()
+                    raise ConfigError(f"a tab follows at most {MAX_SUBSCRIPTIONS} runs", fix="leave some out")
+                self._subscriptions[message.run] = Subscription(self._hub.feed(message.run))
             case "unsubscribe":
                 self._subscriptions.pop(message.run, None)
-            case "range":
-                subscription = self._subscriptions.get(message.run)
-                if subscription is None:
-                    raise ApiError("RUN_NOT_FOUND", 404, "this tab does not follow that run", fix="subscribe first")
-                # Thinning out a million rows takes a while, and other tabs should not wait for it.
-                self.say(await asyncio.to_thread(_range, subscription.feed, message))
-
-    # Messages to the tab.
 
     async def _send(self) -> None:
+        end = (1011, "")
         try:
             while True:
+                self.socket.scope[CHECK]()
                 news = self._outbox
                 self._outbox = []
                 await self._send_all(news)
@@ -165,11 +153,13 @@ class Tab:
                     async with asyncio.timeout(_BEHIND_S if is_behind else TICK_S):
                         await self._asked.wait()
                 self._asked.clear()
+        except ApiError as error:
+            end = (1008, error.code)
         except Exception:
             if WebSocketState.DISCONNECTED not in (self.socket.client_state, self.socket.application_state):
                 _log.exception("a tab cannot be sent to")
         with contextlib.suppress(RuntimeError, OSError):
-            await self.socket.close(1011)  # a tab that gets nothing more would wait; this one connects again
+            await self.socket.close(*end)  # a tab that gets nothing more would wait; this one connects again
 
     async def _send_all(self, messages: list[Message]) -> None:
         for message in messages:
@@ -188,12 +178,8 @@ class Tab:
             if self._subscriptions.get(feed.name) is subscription:
                 del self._subscriptions[feed.name]
             self._hub.feeds.pop(feed.name, None)
-            error = ApiError(
-                "RUN_NOT_USABLE",
-                500,
-                f"run {feed.name} cannot be followed",
-                why="reading its files failed; see the studio's log",
-                fix="look for a damaged file in its folder",
+            error = RunFolderError(
+                f"run {feed.name} cannot be followed", why="see the studio's log", fix="look for a damaged file"
             )
             news = [{"type": "error", **error.as_dict(), "run": feed.name}]
         await self._send_all(news)
@@ -221,20 +207,3 @@ class Tab:
         if not changed and not removed and problems == sent[1]:
             return []
         return [{"type": "runs_changed", "runs": changed, "removed": removed, "problems": problems}]
-
-
-def _range(feed: Feed, message: TabMessage) -> str:
-    with feed.lock:
-        if message.stream not in feed.tails:
-            raise ApiError("NOT_FOUND", 404, f"no stream {message.stream!r} in this run", fix="use one of its streams")
-        columns = feed.tails[message.stream].columns
-        start, end = columns.between(message.low, message.high)
-        part = columns.part(start, end, message.columns, full=message.full)
-        return feed.message("range", message.stream, columns, part, request=message.request)
-
-
-def _parse(text: str | None) -> TabMessage:
-    try:
-        return TabMessage.model_validate_json(text or "")
-    except ValidationError as error:
-        raise malformed(error.errors()) from None

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
 import stat
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from fastapi import Query
 from pydantic import TypeAdapter, ValidationError
+from starlette.responses import Response, StreamingResponse
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, resolve
 from lockstep.config.load import nested
 from lockstep.config.named import named, targets_in
-from lockstep.errors import LockstepError, RunFolderError
+from lockstep.errors import LockstepError, RunFolderError, TaskError
 from lockstep.rundir import summary as summaries
 from lockstep.rundir.files import names_in, open_regular, read_json
 from lockstep.rundir.folder import LIVE, RunDir, new_run_id, or_else
 from lockstep.rundir.origin import require_code_named, require_resumable
 from lockstep.studio import settings
+from lockstep.studio.access import FILE_CSP
 from lockstep.studio.commands import Identity, Labels, Starts, is_alive, last_lines, send
 from lockstep.studio.forms import Forms
-from lockstep.studio.home import Home, modified_ns, remove_folder
+from lockstep.studio.home import Home, remove_folder
 from lockstep.studio.index import RunIndex
 from lockstep.studio.schemas import (
     ApiError,
@@ -37,7 +40,6 @@ from lockstep.studio.schemas import (
     RunName,
     StartBody,
     in_progress,
-    run_not_found,
 )
 from lockstep.studio.settings import REFUSED, command_of, flatten
 
@@ -59,8 +61,6 @@ class Runs:
     _starts: Starts
     _forms: Forms
     _kill_after_s: float
-    _watches: set[asyncio.Task[None]] = field(default_factory=set)
-    _settings: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
     #: Held from checking a run until it is started or deleted.
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -77,15 +77,14 @@ class Runs:
             self._starts.begin(
                 name, words, task=request.task, attempt_before=0, devices=chosen, config=request.mapping(), shown=shown
             )
-        self._starts.label(name, Labels(name=body.name or None, tags=tuple(body.tags) if body.tags else None))
+        self._starts.label(name, Labels(**body.model_dump(include={"name", "tags"}, exclude_defaults=True)))
         return self._index.summary(name)
 
     def detail(self, name: RunName) -> dict[str, Any]:
         summary = self._index.summary(name)
         run = self._index.run_folder(name)
-        output = self._starts.output(run.path.name)
-        logs = _log_names(run)
-        lines, _ = last_lines(run.logs / "run.log" if not output.exists() and "run.log" in logs else output, 40)
+        logs = self._logs(run)
+        lines, _ = last_lines(next(iter(logs.values()), run.logs), 40)
         config = or_else(run.config, None)
         start = self._starts.read(run.path.name)
         record = run.read() if os.path.lexists(run.run_file) else None
@@ -96,7 +95,7 @@ class Runs:
             "config_yaml": dump(config) if config else "",
             "plan": or_else(run.plan, {}) or None,
             "checkpoints": CheckpointStore(run.checkpoints).listed(),
-            "logs": logs,
+            "logs": list(logs),
             "tables": or_else(lambda: read_json(run.path / "tables.json", max_bytes=_MAX_TABLES), None),
             "remarks": or_else(run.remarks, [])[-_MAX_REMARKS:],
             "pictures": _names(run.pictures, ".png"),
@@ -117,12 +116,10 @@ class Runs:
 
     def label(self, name: RunName, body: LabelBody) -> dict[str, Any]:
         location = self._index.summary(name)["location"]
-        changes = {key: getattr(body, key) for key in body.model_fields_set}
-        if "name" in changes:
-            changes["name"] = body.name or ""
+        changes = body.model_dump(exclude_unset=True)
         if "tags" in changes:
             changes["tags"] = tuple(dict.fromkeys(body.tags or ()))
-        self._starts.label(location, self._starts.labels(location).model_copy(update=changes))
+        self._starts.label(location, Labels(**self._starts.labels(location).changes() | changes))
         return self._index.summary(name)
 
     def delete(self, name: RunName) -> dict[str, Any]:
@@ -145,15 +142,9 @@ class Runs:
 
     def _refuse_live(self, name: str) -> None:
         """Raises :class:`ApiError` when there is no such run, or it is running."""
-        folder = self._home.run(self._index.locate(name))
-        if not os.path.lexists(folder) and self._starts.read(folder.name) is None:
-            raise run_not_found(name)
-        try:
+        with contextlib.suppress(RunFolderError):  # it is damaged, so it is not running
             if self._index.summary(name)["status"] in LIVE:
                 raise in_progress(name)
-        except RunFolderError:
-            if not os.path.lexists(folder / "run.json"):  # else it is damaged: it is not running
-                raise
 
     def resume(self, name: RunName, body: ResumeBody) -> dict[str, Any]:
         run = self._index.run(name)
@@ -172,46 +163,40 @@ class Runs:
             self._starts.begin(location, words, task=summary["task"], attempt_before=attempt, devices=devices)
         return self._index.summary(name)
 
-    async def stop(self, name: str) -> dict[str, Any]:
+    def stop(self, name: RunName) -> dict[str, Any]:
         """SIGTERM, after which it ends with a checkpoint; SIGKILL if it does not."""
-        summary = await asyncio.to_thread(self._index.summary, name)
+        summary = self._index.summary(name)
         if summary["status"] not in LIVE:
             raise ApiError("NOT_RUNNING", 409, f"run {name} is {summary['status']}, not running")
-        target = await asyncio.to_thread(self._starts.target, self._index.run_folder(name))
-        if target is None or not await asyncio.to_thread(send, target, signal.SIGTERM):
-            raise ApiError(
-                "RUN_NOT_USABLE",
-                409,
+        target = self._starts.target(self._index.run_folder(name))
+        if target is None or not send(target, signal.SIGTERM):
+            raise RunFolderError(
                 f"run {name} runs on {summary['host'] or 'another machine'}",
                 why="a signal reaches only processes of this machine and user",
                 fix=f"run `lockstep stop {name}` there",
             )
         self._index.stopping(name)
         attempt = summary["attempt"] if summary["status"] == "running" else None
-        watch = asyncio.create_task(self._kill_later(name, target, attempt))
-        self._watches.add(watch)
-        watch.add_done_callback(self._watches.discard)
+        threading.Thread(target=self._kill_later, args=(name, target, attempt), daemon=True).start()
         return {"id": name, "stopping": True, "kill_after_s": self._kill_after_s}
 
-    async def _kill_later(self, name: str, target: Identity, attempt: int | None) -> None:
+    def _kill_later(self, name: str, target: Identity, attempt: int | None) -> None:
         """Kill ``target`` if it is still in the ``attempt`` in which it was asked to stop; ``None``: its first."""
         for _ in range(max(1, round(self._kill_after_s))):
-            await asyncio.sleep(min(1.0, self._kill_after_s))
-            if not await asyncio.to_thread(is_alive, target):
+            time.sleep(min(1.0, self._kill_after_s))
+            if not is_alive(target):
                 return
             with contextlib.suppress(LockstepError):
-                summary = await asyncio.to_thread(self._index.summary, name)
+                summary = self._index.summary(name)
                 if summary["status"] not in LIVE or attempt not in (None, summary["attempt"]):
                     return
-        await asyncio.to_thread(send, target, signal.SIGKILL)
+        send(target, signal.SIGKILL)
 
     def duplicate(self, name: RunName) -> dict[str, Any]:
         config = self._index.run(name).config()
         task = config.task.name
         if task not in self._forms.offered:
-            raise ApiError(
-                "TASK_NOT_USABLE",
-                422,
+            raise TaskError(
                 f"this run's task, {task}, is not in the list",
                 fix=f"start the studio with --task {task}",
             )
@@ -237,49 +222,50 @@ class Runs:
         file: Annotated[str | None, Query(alias="name")] = None,
         tail: Annotated[int, Query(ge=1, le=5000)] = 200,
     ) -> dict[str, Any]:
-        run = self._index.run_folder(name)
-        names = _log_names(run)
-        output = self._starts.output(run.path.name)
-        if output.exists() and "output.log" not in names:
-            names = ["output.log", *names]
-        chosen = file if file is not None else next(iter(names), None)
+        logs = self._logs(self._index.run_folder(name))
+        chosen = file if file is not None else next(iter(logs), None)
         if chosen is None:
-            return {"name": None, "lines": [], "truncated": False, "names": names}
-        if chosen not in names:
-            raise ApiError("NOT_FOUND", 404, f"run {name} has no log {chosen[:100]!r}", fix=f"choose from {names}")
-        lines, truncated = last_lines(output if chosen == "output.log" else run.logs / chosen, tail)
-        return {"name": chosen, "lines": lines, "truncated": truncated, "names": names}
+            return {"name": None, "lines": [], "truncated": False, "names": []}
+        if chosen not in logs:
+            raise ApiError("NOT_FOUND", 404, f"run {name} has no log {chosen[:100]!r}", fix=f"choose from {list(logs)}")
+        lines, truncated = last_lines(logs[chosen], tail)
+        return {"name": chosen, "lines": lines, "truncated": truncated, "names": list(logs)}
+
+    def _logs(self, run: RunDir) -> dict[str, Path]:
+        """Text files in ``logs`` by name; the output of the command and the lines of the run first."""
+        output = self._starts.output(run.path.name)
+        names = sorted(_names(run.logs, ".log"), key=lambda name: (name != "run.log", name))
+        return ({output.name: output} if output.exists() else {}) | {name: run.logs / name for name in names}
 
     def files(self, name: RunName) -> dict[str, Any]:
         return {"files": _files(self._index.run_folder(name).path)}
 
-    def file(self, name: RunName, path: str) -> Path:
+    def file(self, name: RunName, path: Annotated[str, Query(max_length=1000)]) -> Response:
+        """A file of the run: pictures and recordings are shown, others downloaded."""
         folder = self._index.run_folder(name).path
         if path not in {file["path"] for file in _files(folder)}:
             raise ApiError("NOT_FOUND", 404, f"run {name} has no file {path[:200]!r}", fix="reload the list")
-        return folder / path
+        file = folder / path
+        kind = {".png": "image/png", ".wav": "audio/wav"}.get(file.suffix)
+        headers = {
+            "content-security-policy": FILE_CSP,
+            "content-disposition": f"{'inline' if kind else 'attachment'}; filename*=UTF-8''{quote(file.name)}",
+        }
+        return StreamingResponse(_content_of(file), media_type=kind or "application/octet-stream", headers=headers)
 
     def settings(self) -> dict[str, Any]:
         """By run, the settings that are not the ``same`` in all runs."""
-        settings_by_run: dict[str, dict[str, Any]] = {}
-        for summary in self._index.summaries():
-            run = RunDir(self._home.run(summary["location"]))
-            name = summary["id"]
-            with contextlib.suppress(LockstepError):
-                if self._settings.get(name, (-1, {}))[0] != (stamp := modified_ns(run.config_file)):
-                    values = flatten(summaries.sections_of(run))
-                    keyed = {key: value for key, value in values if key not in {"name", "save_dir", "runs_dir"}}
-                    self._settings[name] = (stamp, keyed)
-                settings_by_run[name] = self._settings[name][1]
-        every = list(settings_by_run.values())
-        keys = {key for values in every for key in values}
-        first = every[0] if every else {}
-        differ = {key for key in keys if any(values.get(key) != first.get(key) for values in every)}
+        of_runs = {
+            summary["id"]: {key: value for key, value in settings.items() if key not in {"name", "runs_dir"}}
+            for summary in self._index.summaries()
+            if (settings := summaries.settings_of(RunDir(self._home.run(summary["location"]))))
+        }
+        differ = summaries.differences(list(of_runs.values()))
         return {
             "runs": {
-                name: {key: values[key] for key in differ & values.keys()} for name, values in settings_by_run.items()
+                name: {key: settings[key] for key in differ if key in settings} for name, settings in of_runs.items()
             },
-            "same": {key: value for key, value in first.items() if key not in differ},
+            "same": {key: value for key, value in next(iter(of_runs.values()), {}).items() if key not in differ},
         }
 
 
@@ -287,11 +273,6 @@ def _names(folder: Path, suffix: str) -> list[str]:
     """Files in a folder, unless that is a link, which may lead anywhere."""
     names = names_in(folder) if folder.is_dir() and not folder.is_symlink() else []
     return sorted(name for name in names if name.endswith(suffix) and not name.startswith("."))
-
-
-def _log_names(run: RunDir) -> list[str]:
-    """Text files in ``logs``; the output of the command and the lines of the run first."""
-    return sorted(_names(run.logs, ".log"), key=lambda name: (name != "output.log", name != "run.log", name))
 
 
 def _files(folder: Path) -> list[dict[str, Any]]:
@@ -310,7 +291,7 @@ def _files(folder: Path) -> list[dict[str, Any]]:
     return sorted(listed[:_MAX_FILES], key=lambda file: str(file["path"]))
 
 
-def content_of(file: Path) -> Iterator[bytes]:
+def _content_of(file: Path) -> Iterator[bytes]:
     """A file's content in parts; it may grow meanwhile. Raises :class:`OSError`."""
     with open_regular(file) as stream:
         while part := stream.read(1 << 20):

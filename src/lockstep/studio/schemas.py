@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from lockstep.errors import LockstepError, RunFolderError, StorageError, UsageError
 
@@ -37,7 +37,8 @@ _Stripped = BeforeValidator(lambda value: " ".join(value.split()) if isinstance(
 
 #: In an address.
 RunName = Annotated[str, Field(description="the run's id, or the name of its folder")]
-Name = Annotated[str, _Stripped, Field(max_length=200)]
+#: Without a text: no name.
+Name = Annotated[Annotated[str, _Stripped, Field(max_length=200)] | None, AfterValidator(lambda name: name or None)]
 Tag = Annotated[str, _Stripped, Field(min_length=1, max_length=40)]
 Devices = Annotated[list[Annotated[str, Field(max_length=20)]], Field(max_length=1024)]
 
@@ -47,7 +48,7 @@ class PlanBody(_Body):
 
     task: str = Field(max_length=1000)
     config: dict[str, Any] = Field(default_factory=dict)
-    name: Name | None = None
+    name: Name = None
 
 
 class StartBody(PlanBody):
@@ -60,7 +61,7 @@ class StartBody(PlanBody):
 class LabelBody(_Body):
     """Missing fields stay as they are; a name of ``null`` or nothing removes the name."""
 
-    name: Name | None = None
+    name: Name = None
     tags: list[Tag] | None = Field(None, max_length=20)
 
 

@@ -7,34 +7,33 @@ import contextlib
 import functools
 import hashlib
 import json
-import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-from urllib.parse import quote
+from typing import Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from lockstep.errors import LockstepError, UsageError
 from lockstep.rundir.files import plain
-from lockstep.rundir.folder import utc_now, versions
-from lockstep.studio.access import FILE_CSP, Guard, Sessions
+from lockstep.rundir.folder import versions
+from lockstep.studio.access import Guard, Sessions
 from lockstep.studio.commands import Starts
-from lockstep.studio.forms import Forms, Planner
+from lockstep.studio.forms import Forms
 from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex
 from lockstep.studio.live import Hub
-from lockstep.studio.runs import Runs, content_of
-from lockstep.studio.schemas import ApiError, RunName, body_of, malformed, status_of
+from lockstep.studio.planner import Planner
+from lockstep.studio.runs import Runs
+from lockstep.studio.schemas import ApiError, body_of, malformed, status_of
 from lockstep.studio.settings import OfferedTasks, SavedConfigs
 
 STATIC = Path(__file__).parent / "static"
@@ -57,8 +56,8 @@ class Options:
     flags: Mapping[str, str]
     #: How long a stopped run may take to save a checkpoint and end.
     kill_after_s: float = 60.0
-    #: Import the tasks at the start, before a page asks for them.
-    warm: bool = False
+    #: Makes plans; the command has started it already.
+    planner: Planner = field(default_factory=Planner)
 
 
 class Studio:
@@ -71,21 +70,17 @@ class Studio:
         self.starts = Starts(self.home)
         self.index = RunIndex(self.home, self.starts)
         self.saved = SavedConfigs(self.home, options.tasks)
-        self.planner = Planner()
-        self.forms = Forms(self.home, self.index, self.planner, options.tasks, options.flags, detect)
+        self.forms = Forms(self.home, self.index, options.planner, options.tasks, options.flags, detect)
         self.runs = Runs(self.home, self.index, self.starts, self.forms, options.kill_after_s)
-        self.instance = secrets.token_hex(8)
-        self.started_at = utc_now().isoformat()
 
     def hello(self) -> dict[str, Any]:
         """Who answers; first message of every WebSocket."""
-        return {"instance": self.instance, "version": versions()["lockstep"], "now": time.time()}
+        return {"version": versions()["lockstep"], "now": time.time()}
 
     def about(self) -> dict[str, Any]:
         return {
             **self.hello(),
             "runs_dir": str(self.home.runs_dir),
-            "started_at": self.started_at,
             "kill_after_s": self.options.kill_after_s,
             "host": socket.gethostname(),
         }
@@ -185,11 +180,9 @@ def _make_app(studio: Studio, port: int) -> Any:
     async def life(app: FastAPI) -> AsyncIterator[None]:
         # A list of many runs takes a while: read it before the first request.
         reading = asyncio.create_task(asyncio.to_thread(studio.index.summaries))
-        warming = asyncio.create_task(asyncio.to_thread(studio.forms.warm)) if studio.options.warm else reading
         yield
-        await hub.close()
-        studio.planner.close()
-        await asyncio.gather(reading, warming)
+        studio.options.planner.close()
+        await reading
 
     app = FastAPI(lifespan=life, openapi_url=None, redirect_slashes=False)
     app.include_router(_routes(studio, hub))
@@ -221,11 +214,6 @@ def _add_pages(app: FastAPI, studio: Studio) -> None:
         # Its first answer is in the page, as text that no browser takes for markup.
         first = json.dumps(plain(studio.first_answer())).replace("&", "&amp;").replace("<", "&lt;")
         return HTMLResponse(text.replace('<template id="first">', f'<template id="first">{first}'))
-
-    @app.get("/favicon.ico", include_in_schema=False)
-    def icon() -> Response:
-        # Requested by pages without an icon: the one that asks for the token.
-        return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
 
     app.mount(f"/static-{digest}", _Modules(directory=STATIC))
     app.mount("/static", StaticFiles(directory=STATIC))
@@ -290,16 +278,18 @@ def _routes(studio: Studio, hub: Hub) -> APIRouter:
         ("PATCH", "/runs/{name}", runs.label),
         ("DELETE", "/runs/{name}", runs.delete),
         ("START", "/runs/{name}/resume", runs.resume),
+        ("START", "/runs/{name}/stop", runs.stop),
         ("POST", "/runs/{name}/duplicate", runs.duplicate),
         ("GET", "/compare", runs.compare),
         ("GET", "/runs/{name}/log", runs.log),
         ("GET", "/runs/{name}/files", runs.files),
+        ("GET", "/runs/{name}/file", runs.file),
+        ("GET", "/runs/{name}/rows", hub.rows),
         ("GET", "/runs/{name}/confused", runs.confused),
     ]
     for method, path, function in routes:
         methods, status = (["POST"], 202) if method == "START" else ([method], 200)
         router.add_api_route(path, _answering(function, status), methods=methods, response_model=None)
-    _add_other_routes(router, studio)
     router.add_api_websocket_route("/live", hub.serve)
     return router
 
@@ -307,23 +297,7 @@ def _routes(studio: Studio, hub: Hub) -> APIRouter:
 def _answering(function: Callable[..., Any], status: int) -> Callable[..., Response]:
     @functools.wraps(function)
     def answer(*arguments: Any, **keywords: Any) -> Response:
-        return _ok(function(*arguments, **keywords), status)
+        result = function(*arguments, **keywords)
+        return result if isinstance(result, Response) else _ok(result, status)
 
     return answer
-
-
-def _add_other_routes(router: APIRouter, studio: Studio) -> None:
-    @router.post("/runs/{name}/stop", status_code=202)
-    async def stop(name: RunName) -> Response:
-        return _ok(await studio.runs.stop(name), 202)
-
-    @router.get("/runs/{name}/file")
-    def download(name: RunName, path: Annotated[str, Query(max_length=1000)]) -> Response:
-        file = studio.runs.file(name, path)
-        kind = {".png": "image/png", ".wav": "audio/wav"}.get(file.suffix, "application/octet-stream")
-        disposition = "attachment" if kind == "application/octet-stream" else "inline"
-        headers = {
-            "content-security-policy": FILE_CSP,
-            "content-disposition": f"{disposition}; filename*=UTF-8''{quote(file.name)}",
-        }
-        return StreamingResponse(content_of(file), media_type=kind, headers=headers)

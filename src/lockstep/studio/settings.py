@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +12,9 @@ from typing import Any
 
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import merge, nested, to_yaml
-from lockstep.config.named import code_in, named, references_in, yaml_word
+from lockstep.config.named import code_in, named, references_in, whole_name, yaml_word
 from lockstep.errors import ConfigError, RunFolderError, TaskError
-from lockstep.rundir.files import read_bytes, read_json, write_json
-from lockstep.rundir.folder import utc_now
+from lockstep.rundir.files import MAX_JSON_BYTES, FileContent, read_bytes, write_json
 from lockstep.rundir.summary import read_runs
 from lockstep.studio.home import Home, is_run_name
 from lockstep.studio.schemas import ApiError, PlanBody, not_allowed
@@ -71,12 +69,9 @@ def class_path(name: str) -> str:
     module, colon, attribute = name.rpartition(":")
     if not colon or not module or not attribute.isidentifier():
         raise TaskError(f"{name!r} names no class", fix="write --task my_file.py:MyTask")
-    if module.endswith(".py"):
-        path = Path(module).resolve()
-        if not path.is_file():
-            raise TaskError(f"there is no file {module}", why=f"looked in {Path.cwd()}", fix="check the path")
-        module = str(path)
-    return f"{module}:{attribute}"
+    if module.endswith(".py") and not Path(module).is_file():
+        raise TaskError(f"there is no file {module}", why=f"looked in {Path.cwd()}", fix="check the path")
+    return whole_name(name)
 
 
 def task_classes(file: Path) -> list[str]:
@@ -96,17 +91,18 @@ def task_classes(file: Path) -> list[str]:
 
 
 def task_files(folder: Path, runs_dir: Path) -> list[str]:
-    """List the tasks in the Python files of ``folder`` and its folders, as ``file.py:Class``."""
-    sources = sorted([*folder.glob("*.py"), *folder.glob("[!.]*/*.py")])[:_MAX_TASK_FILES]
-    files = [file for file in sources if is_task_file(file, folder, runs_dir)]
-    return [f"{file.relative_to(folder)}:{name}" for file in files for name in task_classes(file)]
+    """List the tasks in the Python files of ``folder`` and its folders, as ``file.py:Class``.
 
-
-def is_task_file(file: Path, folder: Path, runs_dir: Path) -> bool:
-    """Whether ``file`` is below ``folder``, links followed, and in no run."""
-    real = Path(os.path.realpath(file))
-    is_inside = real.is_relative_to(os.path.realpath(folder)) and not real.is_relative_to(os.path.realpath(runs_dir))
-    return is_inside and not any(os.path.lexists(parent / "run.json") for parent in real.parents)
+    Links are followed unless they lead out of it; runs are left out.
+    """
+    tasks: list[str] = []
+    for file in sorted([*folder.glob("*.py"), *folder.glob("[!.]*/*.py")])[:_MAX_TASK_FILES]:
+        real = Path(os.path.realpath(file))
+        is_inside = real.is_relative_to(os.path.realpath(folder))
+        is_in_run = any(os.path.lexists(parent / "run.json") for parent in real.parents)
+        if is_inside and not is_in_run and not real.is_relative_to(os.path.realpath(runs_dir)):
+            tasks += [f"{file.relative_to(folder)}:{name}" for name in task_classes(file)]
+    return tasks
 
 
 @dataclass(frozen=True)
@@ -228,37 +224,38 @@ def as_flags(settings: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]
     return words
 
 
+class SavedConfig(FileContent):
+    """The task's name and sparse settings, as the form has them."""
+
+    task: str
+    config: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class SavedConfigs:
-    """One JSON file each: the task's name and sparse settings, as the form has them."""
+    """One JSON file each."""
 
     _home: Home
     _tasks: OfferedTasks
 
     def list(self) -> dict[str, Any]:
-        configs = []
-        for file in sorted(self._home.configs.glob("*.json")):
-            with contextlib.suppress(RunFolderError, KeyError, TypeError):
-                content = read_json(file)
-                configs.append({"name": file.stem, "task": content["task"], "saved_at": content["saved_at"]})
-        return {"configs": configs}
+        saved = {file.stem: SavedConfig.read(file, MAX_JSON_BYTES) for file in self._home.configs.glob("*.json")}
+        return {"configs": [{"name": name, "task": config.task} for name, config in sorted(saved.items()) if config]}
 
     def save(self, name: str, body: PlanBody) -> dict[str, Any]:
         """Keep a configuration; one of this name is replaced."""
         request = check(body.task, body.config, self._tasks, self._home)
-        saved_at = utc_now().isoformat()
-        write_json(self._home.config(name), {"task": body.task, "config": request.settings, "saved_at": saved_at})
+        saved = SavedConfig(task=body.task, config=request.settings)
+        write_json(self._home.config(name), saved.model_dump())
         return self.load(name)
 
     def load(self, name: str) -> dict[str, Any]:
         """One configuration, also as YAML."""
-        try:
-            content = read_json(self._home.config(name))
-            request = RunRequest(content["task"], content["config"], self._home.runs_dir)
-        except (RunFolderError, KeyError, TypeError):
-            raise ApiError("CONFIG_NOT_FOUND", 404, f"there is no configuration {name!r}", fix="reload") from None
-        config = for_page(request.settings)
-        return {"name": name, "task": request.task, "config": config, "yaml": to_yaml(request.mapping())}
+        saved = SavedConfig.read(self._home.config(name), MAX_JSON_BYTES)
+        if saved is None:
+            raise ApiError("CONFIG_NOT_FOUND", 404, f"there is no configuration {name!r}", fix="reload")
+        request = RunRequest(saved.task, saved.config, self._home.runs_dir)
+        return {"name": name, "task": saved.task, "config": for_page(saved.config), "yaml": to_yaml(request.mapping())}
 
     def delete(self, name: str) -> dict[str, Any]:
         self.load(name)

@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from lockstep.errors import RunFolderError
 from lockstep.rundir.files import LONG_BYTES, AppendedRows, sparse_rows
 from lockstep.rundir.folder import RunDir, or_else
-from lockstep.studio.home import modified_ns
+from lockstep.studio.home import state_of
 
 #: Above this number of rows the page gets the minimum and maximum of buckets: no chart is wider than half of POINTS.
 FULL_ROWS = 5_000
@@ -195,27 +195,28 @@ class Tail:
     def __init__(self, path: Path, x: str) -> None:
         self.columns = Columns(x)
         self.reader = AppendedRows(path)
+        #: A coarse sample, while a file that takes long is being read.
+        self.preview: Columns | None = None
         self._attempts: Mapping[int, int] = {}
 
-    def poll(self) -> bool:
-        """Read at most one chunk; return whether anything changed."""
-        before = (self.columns.rows, self.columns.generation)
+    def poll(self) -> None:
+        """Read at most one chunk."""
         try:
             rows = self.reader.read()
         except OSError:
-            return False
+            return
         if self.reader.is_first and self.columns.rows:
             self.columns.clear()
         if rows:
             columns = columns_of(rows, self.columns.x)
             _append_increasing(self.columns, columns) if self.columns.x == "time" else self._add_steps(columns)
-        return (self.columns.rows, self.columns.generation) != before
 
     def restart(self, attempts: Mapping[int, int]) -> None:
         """Read the file again. ``attempts``: from which step each attempt resumed (:meth:`RunDir.resumed_from`)."""
         self._attempts = attempts
         self.columns.clear()
         self.reader.restart()
+        self.preview = self.sample()
 
     def sample(self) -> Columns | None:
         """A coarse sample of a file that takes long to read; ``None`` for a short one."""
@@ -227,7 +228,7 @@ class Tail:
             return None
         picture = Columns(self.columns.x)
         _append_increasing(picture, columns_of(rows, picture.x))
-        return picture
+        return picture if picture.rows else None
 
     def _add_steps(self, columns: Mapping[str, Column]) -> None:
         """As :func:`lockstep.rundir.folder.surviving`, on stretches of rows instead of single ones."""
@@ -272,7 +273,6 @@ class Feed:
         #: The ends of epochs, as a message; another one after each change.
         self.epochs: dict[str, Any] = {}
         self.tails: dict[str, Tail] = {}
-        self.previews: dict[str, Columns] = {}
         self.lock = threading.Lock()
         #: Whether a file has rows that were not read yet.
         self.behind = False
@@ -280,7 +280,7 @@ class Feed:
         self._polled = -TICK_S
         self._attempts: dict[int, int] = {}
         #: When attempts, epochs and the plan were changed, at the last look.
-        self._stamp: tuple[int, ...] = ()
+        self._stamp: tuple[Any, ...] = ()
 
     def poll(self) -> None:
         """Read new rows, though not again within half a tick, for several tabs. The caller has the lock."""
@@ -290,14 +290,14 @@ class Feed:
         self._polled = now
         if not self.behind:
             self._look()
-            if self.previews:
+            if any(tail.preview for tail in self.tails.values()):
                 self.behind = True
                 return  # the preview first
-        for name, tail in self.tails.items():
+        for tail in self.tails.values():
             for _ in range(_CHUNKS):
                 tail.poll()
                 if not tail.reader.behind:
-                    self.previews.pop(name, None)
+                    tail.preview = None
                     break
         self.behind = any(tail.reader.behind for tail in self.tails.values())
 
@@ -312,16 +312,16 @@ class Feed:
     def _look(self) -> None:
         """Notice attempts, which supersede rows, new streams and epochs."""
         run = self._run
-        stamp = tuple(map(modified_ns, (run.attempts, run.metrics_file, run.plan_file)))
+        stamp = tuple(map(state_of, (run.attempts, run.metrics_file, run.plan_file)))
         if stamp[:1] != self._stamp[:1] and (attempts := run.resumed_from()) != self._attempts:
             self._attempts = attempts
-            for name in self.tails:
-                self._begin(name)
+            for tail in self.tails.values():
+                tail.restart(attempts)
         for pattern in _STREAMS:
             for file in sorted(run.path.glob(f"{pattern}.jsonl"))[:64]:
                 if file.stem not in self.tails:
                     self.tails[file.stem] = Tail(file, "time" if file.stem.startswith("system-") else "step")
-                    self._begin(file.stem)
+                    self.tails[file.stem].restart(self._attempts)
         if stamp != self._stamp:
             self._stamp = stamp
             steps = or_else(run.plan, {}).get("steps_per_epoch")
@@ -330,14 +330,6 @@ class Feed:
                 "steps_per_epoch": steps if isinstance(steps, int) and steps > 0 else None,
             }
             self.epochs = {"type": "epochs", "run": self.name, **rows}
-
-    def _begin(self, name: str) -> None:
-        """Read the file of stream ``name`` from its beginning, and take a preview of its rows."""
-        tail = self.tails[name]
-        tail.restart(self._attempts)
-        preview = tail.sample()
-        if preview is not None and preview.rows:
-            self.previews[name] = preview
 
 
 @dataclass
@@ -363,9 +355,9 @@ class Subscription:
 
     def _news_of(self, stream: str) -> list[Message]:
         feed = self.feed
-        columns = self.feed.tails[stream].columns
+        columns = feed.tails[stream].columns
         generation, rows, sent = self.cursors.get(stream, (-2, 0, 0))
-        if (preview := feed.previews.get(stream)) is not None:
+        if (preview := feed.tails[stream].preview) is not None:
             # The cursor of a preview matches no generation, so the complete history follows.
             self.cursors[stream] = (-1, 0, 0)
             sample = preview.part(0, preview.rows)

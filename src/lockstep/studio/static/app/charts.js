@@ -54,7 +54,7 @@ function last({ x, y }, at = y.length - 1) {
  * `onZoom(from, to)` is called on zoom, with nulls on reset. `whole()`: promises the series with all of their points.
  * Drag zooms, a double click resets; with the keyboard + and − zoom, arrows move, 0 resets.
  */
-export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, everyRow = false, fraction = false, onZoom, shared, whole = () => series }) {
+export function Chart({ title, series, against = "step", unit = "", canLog = true, format = number, everyRow = false, onZoom, shared, whole = () => series }) {
   const host = useRef(null);
   const plot = useRef(null);
   const now = Object.assign(useRef(), { current: { onZoom, against } });
@@ -90,7 +90,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   }, []);
   const theme = themes.value;
   useEffect(() => {
-    if (seen) plot.current.draw({ series: shown, log, smoothing, against, fraction, theme, unit: format.axis });
+    if (seen) plot.current.draw({ series: shown, log, smoothing, against, theme, unit: format.axis });
   });
   useEffect(() => plot.current.resetZoom(), [resets.value]);
 

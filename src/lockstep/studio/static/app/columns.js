@@ -4,7 +4,7 @@
 export class Stream {
   /** `message`: a history or a range. `cut`: the file has more columns than the server keeps; `rows` may be fewer than `total`. */
   constructor({ columns, ...header }) {
-    Object.assign(this, header, { rows: 0, store: new Map(), views: new Map() });
+    Object.assign(this, header, { rows: 0, columns: new Map() });
     this.add(columns);
   }
 
@@ -16,26 +16,24 @@ export class Stream {
     return true;
   }
 
-  add(columns) {
-    const added = new Map(Object.entries(columns));
-    const rows = this.rows + (added.get(this.x)?.length ?? 0);
-    for (const name of new Set([...this.store.keys(), ...added.keys()])) {
-      const values = roomFor(this.store.get(name) ?? new Float64Array(), rows, this.rows);
-      added.get(name)?.forEach((value, at) => (values[this.rows + at] = value ?? NaN));
-      this.store.set(name, values);
+  add(added) {
+    const rows = this.rows + (added[this.x]?.length ?? 0);
+    for (const name of new Set([...this.columns.keys(), ...Object.keys(added)])) {
+      const values = new Float64Array(rows).fill(NaN);
+      values.set(this.columns.get(name) ?? []);
+      values.set(added[name]?.map((value) => value ?? NaN) ?? [], this.rows);
+      this.columns.set(name, values);
     }
     this.rows = rows;
-    this.views.clear();
   }
 
   names() {
-    return [...this.store.keys()].filter((name) => name !== this.x && name !== "training_s");
+    return [...this.columns.keys()].filter((name) => name !== this.x && name !== "training_s");
   }
 
   /** The values of a column; the same object until the next row arrives. */
   column(name) {
-    if (!this.views.has(name)) this.views.set(name, this.store.get(name)?.subarray(0, this.rows) ?? null);
-    return this.views.get(name);
+    return this.columns.get(name) ?? null;
   }
 
   /** {x, y} of a column, or null without a number in it; `whole`: every row has it, and a missing number was not finite. */
@@ -43,14 +41,6 @@ export class Stream {
     const y = this.column(name) ?? new Float64Array(this.rows).fill(NaN);
     return whole || y.some((value) => !Number.isNaN(value)) ? { x: this.column(this.x), y } : null;
   }
-}
-
-/** `values`, of which `filled` count, with space for `rows`, doubling; the rest is NaN. */
-function roomFor(values, rows, filled) {
-  if (values.length >= rows) return values.fill(NaN, filled);
-  const grown = new Float64Array(Math.max(rows, values.length * 2)).fill(NaN);
-  grown.set(values.subarray(0, filled));
-  return grown;
 }
 
 export const AXES = { __proto__: null, step: "step", samples: "samples", epoch: "epoch", time: "training time (s)" };

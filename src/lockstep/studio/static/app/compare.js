@@ -4,13 +4,15 @@ import { html, useState } from "./html.js";
 import { useAnswer } from "./api.js";
 import { Legend, looks, Swatch } from "./charts.js";
 import { useRuns } from "./curves.js";
-import { heading, number, plain } from "./format.js";
+import { heading, many, number, plain } from "./format.js";
 import { findRun, labelsOf, runs } from "./live.js";
 import { Overlay } from "./overlay.js";
 import { Spark, standing } from "./overview.js";
 import { address, keep, route } from "./route.js";
 import { Problem, Select, Table } from "./ui.js";
 
+/** Most runs in a comparison: the server's limit. */
+export const MOST_COMPARED = 20;
 /** Most settings beside the results; all of them are in a table below. */
 const MOST_SETTINGS = 5;
 
@@ -34,15 +36,6 @@ function Answers({ answer, ids }) {
   return html`<section class="card scroll-x metric-table answers" aria-label="Answer" tabindex="0">
     <${Table} label="Answer" heads=${heads} rows=${answer.runs.map((run, at) => [html`<a class="clip" href=${address("run", [run.id])} title=${names[at]}><${Swatch} ...${looks({ index: at })} /> ${names[at]}</a>`, ...cells(run, at), ...settings.map(({ values }) => plain(values[at]))])} />
   </section>`;
-}
-
-/** The best value of a metric, if its name says which way is better and the values differ. */
-function bestOf(key, values) {
-  const known = values.filter(Number.isFinite);
-  const name = key.split(".").at(-1);
-  if (known.length < 2 || new Set(known).size < 2) return undefined;
-  if (/loss|error|mse|mae|wer|cer|perplexity|seconds|duration/.test(name)) return Math.min(...known);
-  return /acc|f1|precision|recall|score|auc|iou|bleu|samples_per_s/.test(name) ? Math.max(...known) : undefined;
 }
 
 /** The rows whose numbers differ between the runs. */
@@ -86,29 +79,35 @@ function Differences({ title, rows, heads, none }) {
   return html`<section class="card scroll-x differences" aria-label=${title} tabindex="0">
     <h2>${title}</h2>
     ${rows.length
-      ? html`<${Table} heads=${["Name", ...labelsOf(heads)]} rows=${rows.map(({ key, values }) => [key, ...values.map((value) => [plain(value), value === bestOf(key, values) && html`<span class="unseen"> best</span>`])])} classOf=${(row, at) => (rows[row].values[at] === bestOf(rows[row].key, rows[row].values) ? "best" : "")} />`
+      ? html`<${Table} heads=${["Name", ...labelsOf(heads)]} rows=${rows.map(({ key, values }) => [key, ...values.map(plain)])} />`
       : html`<p class="muted">${none}</p>`}
   </section>`;
 }
 
+/** The runs that were chosen, or those with a tag, such as the runs of a sweep. */
 export function Compare() {
-  const found = route.value.ids.map((ref) => [ref, runs.value ? findRun(ref)?.id : ref]);
+  const { view, ids: refs, query } = route.value;
+  const tag = view === "group" ? refs[0] : null;
+  const tagged = (runs.value ?? []).filter((run) => run.tags.includes(tag)).map(({ id }) => id);
+  const found = (tag ? tagged.slice(0, MOST_COMPARED) : refs).map((ref) => [ref, runs.value ? findRun(ref)?.id : ref]);
   const ids = [...new Set(found.map(([, id]) => id).filter(Boolean))];
   const gone = found.filter(([, id]) => !id).map(([ref]) => ref);
   const wanted = ids.map((id) => `run=${encodeURIComponent(id)}`).join("&");
   const states = (runs.value ?? []).filter((run) => ids.includes(run.id)).map((run) => run.status).join();
   const { found: answer, error } = useAnswer(ids.length > 1 ? `/compare?${wanted}` : null, [states]);
-  const grouped = answer?.config.find(({ key }) => key === route.value.query.get("group"));
+  // Over the seeds of a sweep, unless the link says otherwise.
+  const repeated = ({ key, values }) => tag && !key.endsWith("seed") && new Set(values).size < values.length && key !== "name";
+  const grouped = answer?.config.find(({ key }) => key === query.get("group")) ?? (query.has("group") ? null : answer?.config.find(repeated));
   const groups = grouped && new Map(answer.runs.map(({ id }, at) => [id, `${grouped.key.split(".").at(-1)} ${plain(grouped.values[at])}`]));
   return html`<div class="view">
-    <div class="row between"><h1>Compare</h1><a class="button" href=${address("runs")}>Choose runs…</a></div>
+    <div class="row between"><h1 class="clip">${tag ?? "Compare"}</h1><a class="button" href=${tag ? `#/runs?${new URLSearchParams({ filter: `tag:"${tag}"` })}` : address("runs")}>${tag ? `All ${many(tagged.length, "run")}` : "Choose runs…"}</a></div>
     ${gone.length > 0 && html`<p class="note">No longer in this folder: ${gone.join(", ")}</p>`}
-    ${ids.length < 2 && html`<p class="empty">Choose two runs or more in the table of runs.</p>`}
+    ${ids.length < 2 && html`<p class="empty">${tag ? "Fewer than two runs have this tag." : "Choose two runs or more in the table of runs."}</p>`}
     ${ids.length > 1 &&
     html`
       <${Problem} error=${error} />
       ${answer && html`<${Answers} answer=${answer} ids=${ids} />`}
-      <${Overlay} ids=${ids} groups=${groups} beside=${answer && html`<${Select} label="Group by" kind="" value=${grouped?.key ?? ""} options=${[["", "No groups"], ...answer.config.map(({ key }) => key)]} onChange=${(key) => keep("group", key)} />`} />
+      <${Overlay} ids=${ids} groups=${groups} beside=${answer && html`<${Select} label="Group by" kind="" value=${grouped?.key ?? ""} options=${[["", "No groups"], ...answer.config.map(({ key }) => key)]} onChange=${(key) => keep("group", key || (tag ? "none" : null))} />`} />
       ${answer &&
       html`
         <${Parallel} answer=${answer} />

@@ -3,13 +3,13 @@
 import { html, signal, useRef, useState } from "./html.js";
 import { get, post, put, remove, useAnswer } from "./api.js";
 import { devices, schema, tasks } from "./catalogue.js";
-import { body, chooseTask, draft, filled, getAt, isChanged, isOld, planned, replaceDraft, task, valueOf, whyNot } from "./draft.js";
+import { body, chooseTask, draft, filled, getAt, isChanged, planned, replaceDraft, task, valueOf, whyNot } from "./draft.js";
 import { Field } from "./fields.js";
 import { number, titleOf } from "./format.js";
 import { Hardware } from "./hardware.js";
 import { merge } from "./live.js";
 import { drawer, go } from "./route.js";
-import { Button, Code, Decisions, Dialog, Fold, Labelled, Menu, Problem, Search, Select, showError, showMessage, TextDialog } from "./ui.js";
+import { Button, Code, Decisions, Dialog, Fold, Labelled, openDialog, Problem, Search, Select, showError, showMessage, TextDialog } from "./ui.js";
 
 /** Settings of a task that define its model, not its data. */
 const NETWORK = new Set(
@@ -79,22 +79,18 @@ function Group({ title, fields = [], open = false, children }) {
   <//>`;
 }
 
-const TaskChoice = () => html`<${Labelled} label="Task" help=${task.value?.waiting ? "its settings are being loaded…" : task.value?.title} always>
-  ${(given) => html`<${Select} bare autofocus ...${given} value=${draft.value.task} options=${tasks.value.map(({ name }) => [name, name.split("/").at(-1), { title: name }])} onChange=${chooseTask} />`}
-<//>`;
-
-/** Offers another task of the Python files in the folder of the studio. */
-function TaskDialog({ onClose }) {
-  const { found, error } = useAnswer("/tasks/files", []);
-  const add = async (path) => {
-    const answer = await post("/tasks", { path });
+/** The tasks, and those of the Python files in the folder in which the studio was started. */
+function TaskChoice() {
+  const { found } = useAnswer("/tasks/files", [tasks.value]);
+  const files = (found?.files ?? []).map((path) => [`file ${path}`, `${path} (in this folder)`, { title: path }]);
+  const take = async (name) => {
+    if (!name.startsWith("file ")) return chooseTask(name);
+    const answer = await post("/tasks", { path: name.slice(5) });
     tasks.value = answer.tasks;
-    chooseTask(answer.added);
+    return chooseTask(answer.added);
   };
-  return html`<${Dialog} title="Add a task file" onClose=${onClose}>
-    <p class="muted">The tasks in the Python files of the folder in which the studio was started, and of its folders. Others: <code>lockstep studio --task FILE.py:Class</code></p>
-    <${Problem} error=${error} />
-    <ul class="stack options" aria-label="Tasks in this folder">${found?.files.map((path) => html`<li key=${path}><button type="button" class="button clip" title=${path} onClick=${() => add(path).then(onClose, showError)}>${path}</button></li>`)}</ul>
+  return html`<${Labelled} label="Task" help=${task.value?.waiting ? "its settings are being loaded…" : task.value?.title} always>
+    ${(given) => html`<${Select} bare autofocus ...${given} value=${draft.value.task} options=${[...tasks.value.map(({ name }) => [name, name.split("/").at(-1), { title: name }]), ...files]} onChange=${(name) => take(name).catch(showError)} />`}
   <//>`;
 }
 
@@ -112,7 +108,7 @@ function Form() {
     <${Group} title="Task" open><${TaskChoice} /><${Problem} error=${task.value?.error} /><${Name} /><//>
     <${Group} title="Hardware" open><${Hardware} /><//>
     <${Group} title="Training" open fields=${first} />
-    ${answer?.plan && !search.value && html`<details class="group"><summary>Plan${isOld.value && html`<span class="changed">being made again</span>`}</summary><div class=${`body ${isOld.value ? "old" : ""}`}><${Decisions} decisions=${answer.plan.decisions} /></div></details>`}
+    ${answer?.plan && !search.value && html`<details class="group"><summary>Plan${planned.value.waiting && html`<span class="changed">being made again</span>`}</summary><div class=${`body ${planned.value.waiting ? "old" : ""}`}><${Decisions} decisions=${answer.plan.decisions} /></div></details>`}
     <${Group} title="More training settings" fields=${training.filter((field) => !isFirst(field) && !REPRODUCIBILITY.includes(field[0][1]))} />
     <${Group} title="Task settings" fields=${taskFields(false)} />
     <${Group} title="Model" fields=${[...taskFields(true), ...fieldsOf("distributed", (name) => name === "sync_batchnorm")]}>
@@ -202,16 +198,14 @@ function RunButton() {
 }
 
 export function Configuration({ onClose }) {
-  const [dialog, setDialog] = useState(null);
-  const close = () => setDialog(null);
   const ready = schema.value && devices.value && tasks.value;
   const reset = () => replaceDraft({ task: draft.value.task, config: {} });
   return html`
     <div class="head">
       <h1>New run</h1>
-      <${Button} kind="small" onClick=${() => setDialog("load")}>Load<//>
-      <${Button} kind="small" onClick=${() => setDialog("save")}>Save<//>
-      <${Menu} label="More actions" items=${[["Add a task file…", () => setDialog("task")], ["Reset to defaults", reset]]} />
+      <${Button} kind="small" onClick=${() => openDialog(LoadDialog)}>Load<//>
+      <${Button} kind="small" onClick=${() => openDialog(SaveDialog)}>Save<//>
+      <${Button} kind="small" title="Reset to defaults" onClick=${reset}>Reset<//>
       <${Button} kind="quiet small" aria-label="Close the form" onClick=${onClose}>✕<//>
     </div>
     <div class="scroll">
@@ -219,7 +213,5 @@ export function Configuration({ onClose }) {
       ${ready ? html`<${Form} key=${filled.value} /><${Preview} />` : html`<p class="empty" role="status">Loading devices and tasks…</p>`}
     </div>
     <div class="foot">${ready && html`<${RunButton} />`}</div>
-    ${dialog === "save" && html`<${SaveDialog} onClose=${close} />`} ${dialog === "load" && html`<${LoadDialog} onClose=${close} />`}
-    ${dialog === "task" && html`<${TaskDialog} onClose=${close} />`}
   `;
 }

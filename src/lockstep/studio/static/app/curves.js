@@ -19,9 +19,9 @@ export function useRuns(ids) {
   return all.filter(({ id }) => ids.includes(id));
 }
 
-/** Columns of metrics.json as lines over epochs, or over the `step` at which they ended. */
-export function epochLines(rows, against = "epoch") {
-  const x = rows.map((row) => row[against]);
+/** Columns of metrics.json as lines over the steps at which epochs ended. */
+function epochLines(rows) {
+  const x = rows.map((row) => row.step);
   const names = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((name) => !["epoch", "step", "attempt", "samples_seen"].includes(name));
   return new Map(
     names.map((name) => [name, { x, y: rows.map((row) => (typeof row[name] === "number" ? row[name] : NaN)) }]).filter(([, { y }]) => y.some((value) => !Number.isNaN(value))),
@@ -30,7 +30,7 @@ export function epochLines(rows, against = "epoch") {
 
 /** What was measured at the ends of epochs and by the evaluations `between` them (a stream), as lines over steps. */
 export function linesOverSteps(rows, between) {
-  const lines = epochLines(rows, "step");
+  const lines = epochLines(rows);
   for (const name of between?.names().filter((name) => !["epoch", "attempt", "samples_seen"].includes(name)) ?? []) {
     const line = between.line(name);
     if (line) lines.set(name, lines.has(name) ? merged(lines.get(name), line) : line);
@@ -88,7 +88,7 @@ function StreamChart({ data, name, stream, columns, ...rest }) {
     const all = (stream.downsampled && (await fetched({ full: true }))) || stream;
     return seriesOf(all, name === "steps" ? axisFor(data, [all]) : axis);
   };
-  return html`<${Chart} against=${axis.against} fraction=${!["step", "samples"].includes(axis.against)} ...${rest} series=${series} onZoom=${zoomed} whole=${whole} />`;
+  return html`<${Chart} against=${axis.against} ...${rest} series=${series} onZoom=${zoomed} whole=${whole} />`;
 }
 
 export const STEP_CHARTS = [
@@ -152,7 +152,7 @@ function DeviceCharts({ data }) {
   return charts.length ? html`<h2>Devices</h2><div class="charts">${charts}</div>` : null;
 }
 
-const milliseconds = (seconds) => `${number(seconds * 1e3, 3)} ms`;
+export const milliseconds = (seconds) => `${number(seconds * 1e3, 3)} ms`;
 milliseconds.axis = [1e3, " ms"];
 
 const RANK_CHARTS = [
@@ -232,7 +232,7 @@ function MetricCharts({ data, text, few }) {
     .map(([quantity, series]) => [`${heading(quantity)} per ${between?.rows ? "evaluation" : "epoch"}`, quantity, series])
     .filter(([title]) => title.toLowerCase().includes(text))
     .slice(0, few ? 4 : undefined)
-    .map(([title, quantity, series]) => html`<${Chart} key=${quantity} title=${title} series=${series.map((one) => ({ ...one, x: one.x.map(place) }))} against=${against} fraction=${!["step", "samples"].includes(against)} />`);
+    .map(([title, quantity, series]) => html`<${Chart} key=${quantity} title=${title} series=${series.map((one) => ({ ...one, x: one.x.map(place) }))} against=${against} />`);
 }
 
 function Tools({ data, few }) {

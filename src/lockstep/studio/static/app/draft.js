@@ -1,9 +1,9 @@
 // The configuration in the form, and the server's plan for it.
 
 import { computed, effect, signal, stored } from "./html.js";
-import { post } from "./api.js";
-import { bestDevices, devices, schema, studio, tasks } from "./catalogue.js";
-import { connection, isGoing, runs } from "./live.js";
+import { post, reconnects } from "./api.js";
+import { bestDevices, devices, schema, tasks } from "./catalogue.js";
+import { isGoing, runs } from "./live.js";
 
 const WAIT_MS = 150;
 
@@ -37,9 +37,6 @@ export const ticked = computed(() => {
   return chosen.join() === "all" ? bestDevices() : chosen;
 });
 
-/** Messages about invalid input, by the path of the setting. */
-export const mistakes = signal({});
-
 /** The value that a setting has without the form: the default of a task, else the general one. */
 export function defaultOf(path, of = task.value) {
   if (path[0] === "task") return of?.schema.properties?.[path[1]]?.default ?? null;
@@ -65,7 +62,6 @@ export const tick = (selected) => (draft.value = { ...draft.value, config: withD
 export const filled = signal(0);
 
 export function replaceDraft({ task: of, config, name = "" }) {
-  mistakes.value = {};
   filled.value += 1;
   draft.value = { task: of, config, name };
 }
@@ -86,49 +82,34 @@ export const body = computed(() => ({
 /** The newest answer of POST /api/plan, its error, and whether a newer one is on its way. */
 export const planned = signal({ answer: null, error: null, waiting: true });
 
-/** Whether the plan is that of other input. */
-export const isOld = computed(() => planned.value.waiting || Object.keys(mistakes.value).length > 0);
-
 let timer = 0;
-let asked = new AbortController();
+let turns = 0;
 
+/** An answer that arrives after a newer request is dropped. */
 async function ask(request) {
-  asked.abort();
-  asked = new AbortController();
-  const { signal: abort } = asked;
-  try {
-    const answer = await post("/plan", request, abort);
-    if (!abort.aborted) planned.value = { answer, error: null, waiting: false };
-  } catch (error) {
-    if (error.name !== "AbortError" && !abort.aborted) planned.value = { answer: null, error, waiting: false };
-  }
+  const turn = ++turns;
+  const answer = await post("/plan", request).then((plan) => ({ answer: plan, error: null }), (error) => ({ answer: null, error }));
+  if (turn === turns) planned.value = { ...answer, waiting: false };
 }
 
-/** The running runs: the plan warns if they share devices with the draft. Null until the list has arrived. */
-const going = computed(() => runs.value && runs.value.filter(isGoing).map(({ id }) => id).join());
+/** The running runs: the plan warns if they share devices with the draft. */
+const going = computed(() => (runs.value ?? []).filter(isGoing).map(({ id }) => id).join());
 
 /** Requests the plan when the draft or the running runs change, and again after an error when the studio is back. */
 export function keepPlanning() {
-  let made = {};
+  let before = "";
   effect(() => {
-    const now = { request: JSON.stringify(body.value), server: studio.value?.instance, going: going.value, connected: connection.value === "open" };
-    if (!devices.value) return;
-    const moved = made.going !== null && made.going !== now.going;
-    const again = now.connected && !made.connected && planned.peek().error;
-    const old = made.request !== now.request || made.server !== now.server || moved || again;
-    const first = !made.request;
-    made = now;
-    if (!old) return;
+    const now = JSON.stringify([body.value, going.value, reconnects.value]);
+    if (!devices.value || now === before) return;
     clearTimeout(timer);
     planned.value = { ...planned.peek(), waiting: true };
-    timer = setTimeout(() => ask(body.peek()), first ? 0 : WAIT_MS);
+    timer = setTimeout(() => ask(body.peek()), before ? WAIT_MS : 0);
+    before = now;
   });
 }
 
-/** Why Run is disabled; empty if it is not. The server decides; this adds invalid input. */
+/** Why Run is disabled, as the server says; empty if it is not. */
 export const whyNot = computed(() => {
-  const wrong = Object.entries(mistakes.value)[0];
-  if (wrong) return `${wrong[0]}: ${wrong[1]}`;
   const { answer, error, waiting } = planned.value;
   if (error && !waiting) return error.message;
   if (!answer) return "the plan is being made";

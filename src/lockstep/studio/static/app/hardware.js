@@ -1,15 +1,12 @@
 // The devices as boxes, for the form and for dialogs, with several ranks when only the CPU is selected; and the Hardware
 // section of the form: devices, precision, and the plan for them. All texts come from the server.
 
-import { html, useEffect, useState } from "./html.js";
+import { html } from "./html.js";
 import { devices, refreshDevices, usable } from "./catalogue.js";
-import { change, draft, isOld, planned, tick, ticked, valueOf } from "./draft.js";
-import { note } from "./fields.js";
+import { change, draft, planned, tick, ticked, valueOf } from "./draft.js";
 import { gigabytes, many } from "./format.js";
 import { isGoing, label, runs } from "./live.js";
 import { Button, Labelled, Select, showError } from "./ui.js";
-
-const MOST_RANKS = 64;
 
 const deviceTitle = (id) => (id === "cpu" ? "CPU" : id.replace("gpu:", "GPU "));
 /** A process that uses a device. */
@@ -25,26 +22,16 @@ function About({ device }) {
     ${device.kind === "gpu" && memory && html`<progress aria-hidden="true" max=${memory} value=${memory - free}></progress>`}`;
 }
 
-function Ranks({ chosen, onChoose, onWrong }) {
-  const [typed, setTyped] = useState(null);
-  const fits = (ranks) => Number.isInteger(ranks) && ranks >= 1 && ranks <= MOST_RANKS;
-  const wrong = typed !== null && !fits(Number(typed)) ? `from 1 to ${MOST_RANKS}` : null;
-  const take = ({ currentTarget: { value } }) => {
-    setTyped(value);
-    if (fits(Number(value))) onChoose(new Array(Number(value)).fill("cpu"));
-  };
-  useEffect(() => onWrong(wrong), [wrong]);
-  useEffect(() => () => onWrong(null), []);
-  return html`<${Labelled} label="Number of ranks" help="Number of processes on this CPU, to try a run on several devices." always wrong=${wrong}>
-    ${(given) => html`<input ...${given} class="input number" type="number" min="1" max=${MOST_RANKS} value=${typed ?? chosen.length} onInput=${take} onBlur=${() => wrong || setTyped(null)} />`}
+/** The number of CPU ranks, which the server bounds. */
+function Ranks({ chosen, onChoose }) {
+  const take = ({ currentTarget: { value } }) => value >= 1 && onChoose(new Array(Math.min(1000, Math.floor(value))).fill("cpu"));
+  return html`<${Labelled} label="Number of ranks" help="Number of processes on this CPU, to try a run on several devices." always>
+    ${(given) => html`<input ...${given} class="input number" type="number" min="1" value=${chosen.length} onInput=${take} />`}
   <//>`;
 }
 
-/**
- * `detailed`: with memory and users of each device. `beside`: elements below the devices.
- * `onWrong(message)`: why the number of ranks is invalid, or null.
- */
-export function DeviceChoice({ chosen, onChoose, detailed = false, beside = null, onWrong = () => {}, children }) {
+/** `detailed`: with memory and users of each device. A click drops devices that this machine does not have. */
+export function DeviceChoice({ chosen, onChoose, detailed = false, children }) {
   const order = usable();
   const toggle = (id, on) => {
     const others = chosen.filter((one) => one !== id && order.includes(one));
@@ -60,20 +47,9 @@ export function DeviceChoice({ chosen, onChoose, detailed = false, beside = null
           </label>`,
         )}
       </div>
-      ${children}${beside}
+      ${children}
     </fieldset>
-    ${chosen.length > 0 && chosen.every((id) => id === "cpu") && html`<${Ranks} chosen=${chosen} onChoose=${onChoose} onWrong=${onWrong} />`}`;
-}
-
-/** Devices of the configuration that have no box to untick: it comes from another machine. */
-function Absent() {
-  const order = usable();
-  const absent = [...new Set(ticked.value.filter((id) => !order.includes(id)))];
-  if (!absent.length) return null;
-  return html`<div class="note warn row">
-    <span class="grow">Selected, but not available here: ${absent.join(", ")}</span>
-    <${Button} kind="small" onClick=${() => tick(ticked.value.filter((id) => order.includes(id)))}>Remove<//>
-  </div>`;
+    ${chosen.length > 0 && chosen.every((id) => id === "cpu") && html`<${Ranks} chosen=${chosen} onChoose=${onChoose} />`}`;
 }
 
 function Precision() {
@@ -92,7 +68,7 @@ function Notes() {
   const { answer } = planned.value;
   const labels = answer?.labels ?? {};
   const lines = [labels.multi_gpu, labels.cpu_ignored, labels.learning_rate, labels.workers].filter(Boolean);
-  return html`<div class=${`stack ${isOld.value ? "old" : ""}`} aria-live="polite" role="status" aria-label="Hardware notes">
+  return html`<div class=${`stack ${planned.value.waiting ? "old" : ""}`} aria-live="polite" role="status" aria-label="Hardware notes">
     ${labels.effective_batch_shown && labels.effective_batch && html`<output class="note info"><strong>${labels.effective_batch}</strong></output>`}
     ${lines.map((line) => html`<p key=${line} class="muted sentence">${line}</p>`)}
     ${answer?.warnings.map((line) => html`<p key=${line} class="note warn">${line}</p>`)}
@@ -103,7 +79,7 @@ export function Hardware() {
   if (!devices.value) return null;
   const refresh = html`<div><${Button} kind="quiet small" onClick=${() => refreshDevices().catch(showError)} aria-label="Refresh the devices">Refresh<//></div>`;
   return html`<div class="stack">
-    <${DeviceChoice} key=${draft.value.task} chosen=${ticked.value} onChoose=${tick} detailed beside=${refresh} onWrong=${(message) => note("ranks", message)}><${Absent} /><//>
+    <${DeviceChoice} key=${draft.value.task} chosen=${ticked.value} onChoose=${tick} detailed>${refresh}<//>
     <${Precision} />
     <${Notes} />
   </div>`;

@@ -1,7 +1,7 @@
 // The WebSocket of this tab: the list of runs, and the data of those that are shown.
 
 import { batch, signal } from "./html.js";
-import { API, get, locked, reconnects } from "./api.js";
+import { API, get, locked, reconnects, runPath } from "./api.js";
 import { Stream } from "./columns.js";
 import { clockNow, setClock } from "./format.js";
 import { showError } from "./ui.js";
@@ -19,8 +19,6 @@ setInterval(() => {
   const silent = performance.now() - heardAt;
   silence.value = connection.value === "open" && silent > SILENT_MS ? Math.round(silent / 1000) : 0;
 }, 1000);
-/** Changes with every start of the server. */
-export const instance = signal(null);
 /** Every run, newest first; null until the first list has arrived. */
 export const runs = signal(null);
 /** Why folders that look like runs cannot be read. */
@@ -53,33 +51,32 @@ class RunData {
   error = signal(null);
   /** The steps of an epoch, or null where they are not known. */
   perEpoch = signal(null);
+  /** Of each stream its rows or null, in a list, which is another one after each change. */
   streams = new Map();
   /** The names of the streams that have rows. */
   names = signal([]);
-  /** Of each stream, how often it has changed. */
-  versions = new Map();
 
   constructor(id) {
     this.id = id;
   }
 
-  version(name) {
-    return this.versions.get(name) ?? this.versions.set(name, signal(0)).get(name);
+  slot(name) {
+    return this.streams.get(name) ?? this.streams.set(name, signal([null])).get(name);
   }
 
   take(message) {
     const { kind, stream: name } = message;
-    if (kind === "history") {
-      this.streams.set(name, new Stream(message));
-      this.error.value = null;
-    } else if (!this.streams.get(name)?.append(message)) return;
-    if (this.streams.get(name).rows && !this.names.peek().includes(name)) this.names.value = [...this.names.peek(), name];
-    this.version(name).value += 1;
+    const slot = this.slot(name);
+    const stream = kind === "history" ? new Stream(message) : slot.peek()[0];
+    if (kind === "history") this.error.value = null;
+    else if (!stream?.append(message)) return;
+    slot.value = [stream];
+    if (stream.rows && !this.names.peek().includes(name)) this.names.value = [...this.names.peek(), name];
   }
 
   /** The stream or null; what calls it is drawn again with new rows. */
   stream(name) {
-    return this.version(name).value >= 0 ? (this.streams.get(name) ?? null) : null;
+    return this.slot(name).value[0];
   }
 
   /** Streams of this kind: `system` means one for each node. */
@@ -89,10 +86,8 @@ class RunData {
 }
 
 const followed = new Map();
-const ranges = new Map();
 let socket = null;
 let failures = 0;
-let requests = 0;
 
 const send = (message) => socket?.readyState === WebSocket.OPEN && socket.send(JSON.stringify(message));
 
@@ -108,14 +103,10 @@ export function follow(id) {
   return [data, leave];
 }
 
-/** Some columns of a part of a stream, at the finest resolution that fits or in `full`; null without a connection. */
-export function range(run, stream, columns, { from, to, full } = {}) {
-  const request = ++requests;
-  if (socket?.readyState !== WebSocket.OPEN) return Promise.resolve(null);
-  return new Promise((resolve) => {
-    ranges.set(request, resolve);
-    send({ type: "range", run, stream, columns, from, to, full, request });
-  });
+/** Some columns of a part of a stream, at the finest resolution that fits or in `full`; null without an answer. */
+export function range(run, stream, columns, part) {
+  const query = new URLSearchParams([["stream", stream], ...columns.map((column) => ["column", column]), ...Object.entries(part)]);
+  return get(runPath(run, `/rows?${query}`)).then((rows) => new Stream(rows), () => null);
 }
 
 export function connect() {
@@ -140,24 +131,14 @@ export function connect() {
   };
   socket.onclose = () => {
     connection.value = "lost";
-    for (const resolve of ranges.values()) resolve(null);
-    ranges.clear();
     failures += 1;
     const later = () => locked.value || setTimeout(connect, Math.min(LONGEST_WAIT_MS, 250 * 2 ** Math.min(failures, 6)));
     get("/studio").then(later, later); // says whether this page is locked out
   };
 }
 
-function settle(request, part) {
-  ranges.get(request)?.(part);
-  ranges.delete(request);
-}
-
 const handlers = {
-  hello: ({ instance: id, now }) => {
-    instance.value = id;
-    setClock(now);
-  },
+  hello: ({ now }) => setClock(now),
   runs: (message) => {
     runs.value = message.runs;
     problems.value = message.problems;
@@ -172,13 +153,9 @@ const handlers = {
     data.epochs.value = epochs;
     data.perEpoch.value = perEpoch;
   },
-  rows: (message) => {
-    if (message.kind === "range") settle(message.request, new Stream(message));
-    else followed.get(message.run)?.take(message);
-  },
-  error: ({ request, run, ...error }) => {
-    if (request !== undefined) settle(request, null);
-    else if (followed.has(run)) followed.get(run).error.value = error;
+  rows: (message) => followed.get(message.run)?.take(message),
+  error: ({ run, ...error }) => {
+    if (followed.has(run)) followed.get(run).error.value = error;
     else if (!run) showError(error); // errors about a run that is no longer shown are dropped
   },
 };

@@ -8,38 +8,38 @@ import { Search, Select, Tick } from "./ui.js";
 
 /** Of the style sheet, by the last digit of a code. */
 const COLOURS = ["", "bad", "good", "warn", "info", "series-4", "series-3", ""];
-const ESCAPE = /\u001b\[([\d;]*)m|\u001b\[[\d;?]*[A-Za-z]/g;
+const COLOUR = /\u001b\[([\d;]*)m/;
+const OTHERS = /\u001b\[[\d;?]*[A-Za-ln-z]/g;
 
 /** A line's parts as [text, style], by its ANSI colour codes. */
 function parts(line) {
-  const found = [];
-  let at = 0;
   let style = {};
-  for (const match of line.matchAll(ESCAPE)) {
-    found.push([line.slice(at, match.index), style]);
-    at = match.index + match[0].length;
-    for (const code of (match[1] ?? "").split(";").map(Number)) {
+  return line.replace(OTHERS, "").split(COLOUR).map((part, at) => {
+    if (at % 2 === 0) return [part, style];
+    for (const code of part.split(";").map(Number)) {
       if (code === 0) style = {};
       else if (code === 1) style = { ...style, fontWeight: 650 };
       else if (code === 39) style = { ...style, color: "" };
       else if ((code >= 30 && code < 38) || (code >= 90 && code < 98)) style = { ...style, color: `var(--${COLOURS[code % 10]})` };
     }
-  }
-  return [...found, [line.slice(at), style]].filter(([text]) => text);
+    return ["", style];
+  }).filter(([text]) => text);
 }
 
 /** Text of a terminal: its colours, without its other codes. */
 export const Coloured = ({ text }) =>
   text.split("\n").map((line, at) => html`<span key=${at}>${parts(line).map(([part, style]) => html`<span style=${style}>${part}</span>`)}${"\n"}</span>`);
 
+/** How many lines are shown of the end of a file. */
+const LINES = 2000;
+
 export function Log({ run, names }) {
   const [name, setName] = useState(null);
-  const [tail, setTail] = useState(500);
   const [text, setText] = useState("");
   const [follow, setFollow] = useState(true);
   const box = useRef(null);
   const chosen = names.includes(name) ? name : names[0];
-  const path = chosen && runPath(run.id, `/log?name=${encodeURIComponent(chosen)}&tail=${tail}`);
+  const path = chosen && runPath(run.id, `/log?name=${encodeURIComponent(chosen)}&tail=${LINES}`);
   const { found: log } = useAnswer(path, [run.status], { every: isGoing(run) && 1500 });
   useEffect(() => {
     if (follow && box.current) box.current.scrollTop = box.current.scrollHeight;
@@ -54,8 +54,7 @@ export function Log({ run, names }) {
       <${Select} label="File" value=${chosen} options=${names} onChange=${setName} />
       <${Search} label="Search the log" grow="grow" text=${text} onSearch=${setText} />
       <${Tick} on=${follow} onTick=${setFollow}>Follow<//>
-      <span class="muted number">${many(lines.length, "line")}</span>
-      ${log?.truncated && tail < 5000 && html`<button type="button" class="button small" onClick=${() => setTail(5000)}>Load more</button>`}
+      <span class="muted number">${many(lines.length, "line")}${log?.truncated ? ", the last ones; the file is in Files" : ""}</span>
     </div>
     <pre class="wrap log" tabindex="0" aria-label="Log" ref=${box} onScroll=${scrolled}>${lines.length ? html`<${Coloured} text=${lines.join("\n")} />` : log ? "the log is empty" : "loading…"}</pre>
   </div>`;

@@ -1,19 +1,19 @@
 // The page: the top bar, one view, and the form of a new run as a drawer.
 
 import { html, render, effect, stored, useEffect, useLayoutEffect, useRef } from "./html.js";
-import { locked } from "./api.js";
+import { locked, reconnects } from "./api.js";
 import { loadCatalogue, refreshDevices, studio, trouble } from "./catalogue.js";
 import { Compare } from "./compare.js";
 import { Configuration } from "./configuration.js";
 import { keepPlanning } from "./draft.js";
-import { connect, connection, instance, runs, silence } from "./live.js";
+import { connect, connection, runs, silence } from "./live.js";
 import { repaint } from "./plot.js";
 import { address, drawer, route } from "./route.js";
 import { compared, Runs } from "./runs.js";
 import { Run } from "./run.js";
-import { Boundary, Button, Problem, Toasts } from "./ui.js";
+import { Boundary, Button, Opened, Problem, Toasts } from "./ui.js";
 
-const VIEWS = { __proto__: null, runs: ["Runs", Runs], compare: ["Compare", Compare] };
+const VIEWS = { __proto__: null, runs: ["Runs", Runs], compare: ["Compare", Compare], run: ["Run", Run], group: ["Group", Compare] };
 
 const theme = stored(localStorage, "lockstep-theme", "system");
 effect(() => {
@@ -31,8 +31,8 @@ function Bar() {
       <span>Lockstep</span>
     </a>
     <nav aria-label="Views">
-      ${Object.entries(VIEWS).map(
-        ([id, [title]]) => html`<a key=${id} href=${address(id, id === "compare" ? compared.value.slice(0, 20) : [])} aria-current=${id === view || (id === "runs" && view === "run") ? "page" : undefined}>${title}</a>`,
+      ${["runs", "compare"].map(
+        (id) => html`<a key=${id} href=${address(id, id === "compare" ? compared.value.slice(0, 20) : [])} aria-current=${id === view || (id === "runs" && view === "run") ? "page" : undefined}>${VIEWS[id][0]}</a>`,
       )}
     </nav>
     <span class="link ${connection.value === "lost" || silence.value ? "lost" : ""}" role="status" title=${words}><i aria-hidden="true"></i><span>${words}</span></span>
@@ -58,11 +58,11 @@ const places = new Map();
 /** How long the content of a view may take to be as long as it was. */
 const SETTLE_MS = 3000;
 const placeOf = () => location.hash.split("?")[0];
-const isBox = (element) => element.matches("main > .view, main .run-page > .scroll");
+const BOX = "main > .view, main .run-page > .scroll";
 
 function Page() {
   const { view } = route.value;
-  const [title, View] = VIEWS[view] ?? (view === "run" ? ["Run", Run] : VIEWS.runs);
+  const [title, View] = VIEWS[view] ?? VIEWS.runs;
   useEffect(() => {
     if (view !== "run") document.title = `${title} – Lockstep studio`; // a run sets its own
   }, [title]);
@@ -70,7 +70,7 @@ function Page() {
     const wanted = places.get(placeOf()) ?? 0;
     let tries = SETTLE_MS / 50;
     const timer = setInterval(() => {
-      const box = [...document.querySelectorAll("main .view, main .scroll")].find(isBox);
+      const box = document.querySelector(BOX);
       const isLong = box && box.scrollHeight - box.clientHeight >= wanted;
       if (!isLong && --tries) return; // its content is not there yet
       clearInterval(timer);
@@ -87,21 +87,20 @@ function Page() {
       ${trouble.value && !locked.value && html`<div class="row" style=${{ padding: "8px 16px" }}><span class="grow"><${Problem} error=${trouble.value} /></span><${Button} onClick=${loadCatalogue}>Try again<//></div>`}
     </div>
     <div class="stage ${connection.value === "lost" || silence.value ? "stale" : ""}">
-      <main id="content" tabindex="-1" onScrollCapture=${({ target }) => isBox(target) && places.set(placeOf(), target.scrollTop)}><${Boundary} key=${view}><${View} /><//></main>
+      <main id="content" tabindex="-1" onScrollCapture=${({ target }) => target.matches(BOX) && places.set(placeOf(), target.scrollTop)}><${Boundary} key=${view}><${View} /><//></main>
     </div>
     <${Drawer} />
+    <${Opened} />
     ${!drawer.value && html`<${Toasts} />`}
   `;
 }
 
 // Another start of the server may have other devices, tasks and settings.
-let known = null;
-instance.subscribe((id) => {
-  if (id !== null && known !== null && id !== known) loadCatalogue();
-  known = id ?? known;
-});
+reconnects.subscribe((count) => count && loadCatalogue());
 addEventListener("focus", () => connection.value === "open" && studio.value && refreshDevices().catch(() => {}));
 
+// A first visit: what can be trained here, and on what.
+const listed = runs.subscribe((all) => all && setTimeout(() => (listed(), (drawer.value ||= !all.length))));
 keepPlanning();
 loadCatalogue();
 connect();

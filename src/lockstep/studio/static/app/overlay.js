@@ -64,7 +64,6 @@ export function Overlay({ ids, groups, only, beside }) {
     ...metrics.map((name) => ({ title: `${words(name)} per ${kind}`, series: seriesOf("metric", name) })),
   ].filter((chart) => chart.series.length);
   if (!charts.length) return html`<p class="empty">These runs have no measurements yet.</p>`;
-  const fraction = !["step", "samples"].includes(against);
   return html`<div class="card shared"><${Legend} series=${names.map((label, index) => ({ label, index }))} hidden=${shared[0]} onHide=${shared[1]} /><${ChartTools}>${beside}<//></div>
-    <div class="charts" role="group" aria-label="Charts">${charts.map((chart) => html`<${Chart} key=${`${against} ${chart.title}`} shared=${shared} against=${against} fraction=${fraction} ...${chart} />`)}</div>`;
+    <div class="charts" role="group" aria-label="Charts">${charts.map((chart) => html`<${Chart} key=${`${against} ${chart.title}`} shared=${shared} against=${against} ...${chart} />`)}</div>`;
 }

@@ -2,7 +2,7 @@
 
 import { html, useState } from "./html.js";
 import { schema, tasks } from "./catalogue.js";
-import { isMetric, perRank } from "./curves.js";
+import { isMetric, milliseconds, perRank } from "./curves.js";
 import { defaultOf } from "./draft.js";
 import { clock, deviceWords, duration, heading, many, number, percent, plain, words } from "./format.js";
 import { isGoing, monitored, took } from "./live.js";
@@ -117,7 +117,6 @@ function Ranks({ run, data }) {
   const [work, wait, memory] = ["own_s", "wait_s", "memory_gb"].map(newest);
   const slow = stream.column("slow_rank")?.at(-1);
   const ranks = [...memory.keys()].toSorted((a, b) => (b === slow) - (a === slow));
-  const milliseconds = (seconds) => `${number(seconds * 1e3, 3)} ms`;
   return html`<section class="card stack" aria-label="Ranks">
     <div class="row between"><h2>Ranks</h2><span class="muted">work of each step; the rest is waiting</span></div>
     <ul class="ranks">

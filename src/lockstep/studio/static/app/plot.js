@@ -1,6 +1,7 @@
 // The only module that uses uPlot: a canvas with lines, zoom by dragging, at most one setData per frame.
 
 import uPlot from "../vendor/uplot.js";
+import { AXES } from "./columns.js";
 import { grouped, percent } from "./format.js";
 import { signal } from "./html.js";
 
@@ -13,7 +14,7 @@ function isRough({ y, weight }) {
 /** Of every chart, in px. */
 const HEIGHT = 180;
 
-/** Steps between ticks of x, which counts steps, epochs, seconds or ranks. */
+/** Steps between ticks of an x axis that counts: not of epochs or seconds of training, which have fractions. */
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
 
 const colours = new Map();
@@ -53,27 +54,17 @@ function smooth(values, weight) {
   return result;
 }
 
-/** Several series of their own x as the aligned table that uPlot draws. What is not finite becomes a gap. */
+/** Several series of their own x as the aligned table that uPlot draws. What is not finite, or zero and below on a logarithmic axis, becomes a gap. */
 function align(series, log) {
-  const tables = series.map(({ x, y, weight = 0 }) => {
-    const smoothed = smooth(y, weight);
-    const column = new Array(smoothed.length);
-    // A logarithmic axis leaves out values of zero and below.
-    for (let i = 0; i < smoothed.length; i += 1) {
-      column[i] = isGap(smoothed[i]) || (log && smoothed[i] <= 0) ? null : smoothed[i];
-    }
-    return [x, column];
-  });
-  if (!tables.length) return [[]];
-  const shared = series.every(({ x }) => x === series[0].x);
-  return shared ? [tables[0][0], ...tables.map((table) => table[1])] : uPlot.join(tables);
+  const isDrawn = (value) => !isGap(value) && !(log && value <= 0);
+  return series.length ? uPlot.join(series.map(({ x, y, weight = 0 }) => [x, Array.from(smooth(y, weight), (value) => (isDrawn(value) ? value : null))])) : [[]];
 }
 
 /** A chart in `host`. `draw` may be called at any rate; the canvas changes once a frame. */
 export class Plot {
-  /** `wanted`: the range of x, {min, max}, to begin with; else all. */
-  constructor(host, onCursor, onZoom, wanted) {
-    Object.assign(this, { host, onCursor, onZoom, wanted, last: null, frame: 0, shape: "", chart: null, zoomed: false });
+  /** `range`: that of x, {min, max}, to begin with; null: all. */
+  constructor(host, onCursor, onZoom, range) {
+    Object.assign(this, { host, onCursor, onZoom, range, last: null, frame: 0, shape: "", chart: null });
     this.resizer = new ResizeObserver(() => this.resize());
     this.resizer.observe(host);
   }
@@ -98,13 +89,13 @@ export class Plot {
     const shape = JSON.stringify([log, against, theme, series.map((one) => [one.label, one.dash, one.colour, one.raw, one.thin, one.isEdge])]);
     const data = align(series, log);
     if (shape !== this.shape) this.build({ ...this.last, series }, data, shape);
-    else this.chart.setData(data, !this.zoomed);
+    else this.chart.setData(data, !this.range);
     this.host.dataset.points = String(data[0].length);
   }
 
   build(spec, data, shape) {
-    // Another scale or colour keeps the zoom, another axis does not.
-    const shown = this.wanted ?? (this.zoomed && this.against === spec.against ? { ...this.chart.scales.x } : null);
+    const isNew = !this.chart;
+    const range = isNew || this.against === spec.against ? this.range : null; // another axis ends the zoom
     this.chart?.destroy();
     Object.assign(this, { shape, against: spec.against });
     const grid = { stroke: css("--line"), width: 1 };
@@ -118,7 +109,7 @@ export class Plot {
       cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false }, sync: { key: spec.against, scales: ["x", null] } },
       scales: { x: { time: false }, y: spec.log ? { distr: 3, range: logRange } : { range: spec.unit === percent.axis ? ofWhole : withRoom } },
       axes: [
-        { ...axis, size: 24, incrs: spec.fraction ? undefined : WHOLE, label: spec.against, labelSize: 16, labelGap: -2, labelFont: axis.font, values: (_, ticks) => tickTexts(ticks) },
+        { ...axis, size: 24, incrs: [AXES.epoch, AXES.time].includes(spec.against) ? undefined : WHOLE, label: spec.against, labelSize: 16, labelGap: -2, labelFont: axis.font, values: (_, ticks) => tickTexts(ticks) },
         { ...axis, size: wide, ...(spec.log ? { filter: apart } : {}), values: (_, ticks) => tickTexts(ticks, spec) },
       ],
       series: [
@@ -142,33 +133,35 @@ export class Plot {
       },
     };
     this.chart = new uPlot(options, data, this.host);
-    if (shown) this.chart.setScale("x", { min: shown.min, max: shown.max });
-    if (Boolean(shown) !== this.zoomed) this.onZoom(shown?.min ?? null, shown?.max ?? null);
-    Object.assign(this, { zoomed: Boolean(shown), wanted: null });
+    if (range && !isNew) this.chart.setScale("x", range);
+    else if (range || this.range) this.show(range);
+  }
+
+  /** Shows this part of the x axis, {min, max}, or all. */
+  show(range) {
+    this.range = range;
+    this.onZoom(range?.min ?? null, range?.max ?? null);
+    if (range) this.chart.setScale("x", range);
+    else this.chart?.setData(this.chart.data, true);
   }
 
   dragged(chart) {
     const { left, width } = chart.select;
-    this.zoomed = true;
-    this.onZoom(chart.posToVal(left, "x"), chart.posToVal(left + width, "x"));
+    this.show({ min: chart.posToVal(left, "x"), max: chart.posToVal(left + width, "x") });
   }
 
   /** Shows `factor` times as much of the x axis, moved by this share of it; without a factor all. For keyboards. */
   zoom(factor, shift = 0) {
-    if (!factor || !this.chart || this.chart.data[0].length < 2) return factor ? undefined : this.resetZoom();
+    if (!factor) return this.resetZoom();
+    if (!this.chart || this.chart.data[0].length < 2) return undefined;
     const { min, max } = this.chart.scales.x;
     const middle = (min + max) / 2 + shift * (max - min);
     const half = ((max - min) / 2) * factor;
-    this.zoomed = true;
-    this.chart.setScale("x", { min: middle - half, max: middle + half });
-    this.onZoom(middle - half, middle + half);
+    return this.show({ min: middle - half, max: middle + half });
   }
 
   resetZoom() {
-    if (!this.zoomed) return;
-    this.zoomed = false;
-    this.onZoom(null, null);
-    if (this.chart) this.chart.setData(this.chart.data, true);
+    if (this.chart && this.range) this.show(null);
   }
 
   resize() {
@@ -234,12 +227,8 @@ export function tickTexts(ticks, { log = false, unit: [scale, unit] = [1, ""] } 
     if (step < 1e-3 || most >= 1e15) return write((value) => Number(value.toPrecision(3)).toExponential());
     return write((value) => `${Number((value / suffixOf(value)[2]).toPrecision(3))}${suffixOf(value)[1]}`);
   }
-  const decimals = decimalsOf(step);
-  if (decimals > 5 || most >= 1e15) {
-    const power = Math.floor(Math.log10(most));
-    return write((value) => `${(value / 10 ** power).toFixed(Math.min(15, power - Math.floor(Math.log10(step) + 1e-6)))}e${power}`);
-  }
-  const [, suffix, by] = decimalsOf(step / suffixOf(most)[2]) < 3 ? suffixOf(most) : suffixOf(0);
-  const digits = decimalsOf(step / by);
-  return write((value) => `${grouped(value / by, digits)}${suffix}`);
+  const power = Math.floor(Math.log10(most));
+  const isShort = decimalsOf(step / suffixOf(most)[2]) < 3;
+  const [, suffix, by] = decimalsOf(step) > 5 || most >= 1e15 ? [0, `e${power}`, 10 ** power] : suffixOf(isShort ? most : 0);
+  return write((value) => `${grouped(value / by, decimalsOf(step / by))}${suffix}`);
 }

@@ -11,8 +11,8 @@ import { Coloured, Log } from "./log.js";
 import { newestStep, ResumeDialog } from "./resume.js";
 import { Facts, Summary } from "./overview.js";
 import { address, go, route } from "./route.js";
-import { actionsFor, LABEL_DIALOGS } from "./runs.js";
-import { Badge, Boundary, Button, Code, Decisions, Menu, Problem, Search, showError, showMessage, Table, Tabs } from "./ui.js";
+import { actionsFor } from "./runs.js";
+import { Badge, Boundary, Button, Code, Decisions, Menu, openDialog, Problem, Search, showError, showMessage, Table, Tabs, Tag } from "./ui.js";
 
 const ENDS = {
   failed: "The run failed.",
@@ -75,14 +75,13 @@ function Stop({ run }) {
   return html`<${Button} kind="danger" why=${why} onClick=${stop}>${run.stopping ? "Stopping…" : "Stop"}<//>`;
 }
 
-function Resume({ run, detail, onDialog }) {
+function Resume({ run, detail }) {
   if (isGoing(run) || !detail?.resumable) return null;
   const longer = run.status === "completed";
   const text = longer ? "More epochs…" : detail.checkpoints.length ? `Resume from step ${number(newestStep(detail))}…` : "Start again…";
-  return html`<${Button} kind=${longer ? "" : "primary"} onClick=${() => onDialog({ kind: "resume", run })}>${text}<//>`;
+  return html`<${Button} kind=${longer ? "" : "primary"} onClick=${() => openDialog(ResumeDialog, { run, detail })}>${text}<//>`;
 }
 
-const DIALOGS = { ...LABEL_DIALOGS, resume: ResumeDialog };
 const TABS = [["overview", "Overview"], ["charts", "Charts"], ["log", "Log"], ["evaluation", "Evaluation"], ["configuration", "Configuration"], ["files", "Files"]];
 
 function Overview({ run, detail }) {
@@ -97,8 +96,6 @@ function Overview({ run, detail }) {
 
 function Chosen({ run }) {
   const { found: detail, error } = useAnswer(runPath(run.id), [run.status, run.attempt, run.starting, run.epoch, run.error]);
-  const [dialog, setDialog] = useState(null);
-  const Open = DIALOGS[dialog?.kind];
   const tab = TABS.some(([id]) => id === route.value.tab) ? route.value.tab : "overview";
   const metric = monitored(run);
   const doing = run.status === "running" && run.progress !== null ? `${percent(run.progress)} ` : "";
@@ -110,10 +107,10 @@ function Chosen({ run }) {
       <${Badge} status=${run.status} />
       ${isGoing(run) && html`<${Stop} run=${run} />` /* nothing else comes to its place when the run has ended */}
       ${metric && tab !== "overview" && html`<span class="number muted clip">${heading(metric[0])} <strong>${number(metric[1])}</strong></span>`}
-      ${run.tags.map((tag) => html`<span key=${tag} class="badge tag"><span class="clip">${tag}</span></span>`)}
+      ${run.tags.map((tag) => html`<${Tag} key=${tag} tag=${tag} />`)}
       <span class="grow"></span>
-      <${Resume} run=${run} detail=${detail} onDialog=${setDialog} />
-      <${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run, setDialog)} />
+      <${Resume} run=${run} detail=${detail} />
+      <${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run)} />
     </div>
     <${Tabs} label="Run" tabs=${TABS} chosen=${tab} onChoose=${(name) => go("run", [run.id], name)} panel="run" />
     <div class="scroll" id="run" role="tabpanel" tabindex="0" aria-labelledby=${`run-tab-${tab}`}>
@@ -130,7 +127,6 @@ function Chosen({ run }) {
         <//>
       </div>
     </div>
-    ${Open && html`<${Open} run=${run} detail=${detail} onClose=${() => setDialog(null)} />`}
   </section>`;
 }
 

@@ -2,21 +2,20 @@
 
 import { computed, effect, html, signal, stored, useEffect, useMemo, useState } from "./html.js";
 import { get, patch, post, remove, runPath } from "./api.js";
+import { MOST_COMPARED } from "./compare.js";
 import { replaceDraft } from "./draft.js";
 import { parseFilter } from "./filter.js";
 import { ago, clock, deviceWords, duration, heading, many, number, percent, plain } from "./format.js";
 import { isGoing, label, merge, monitored, problems, runs, took } from "./live.js";
 import { Overlay } from "./overlay.js";
 import { address, drawer, go, keep, route } from "./route.js";
-import { Badge, Button, Dialog, Menu, Search, Select, showError, showMessage, TextDialog } from "./ui.js";
+import { Badge, Button, Dialog, Menu, openDialog, Search, Select, showError, showMessage, Tag, TextDialog } from "./ui.js";
 
 const PAGE = 100;
 /** How many rows are shown, and the groups that are open. */
 const limit = signal(PAGE);
 const unfolded = signal(new Set());
 const STATUSES = ["pending", "running", "completed", "failed", "stopped", "lost"];
-/** Most runs in a comparison: the server's limit. */
-const MOST_COMPARED = 20;
 /** Most runs in the charts beside the table. */
 const MOST_BESIDE = 10;
 /** Selected runs, in order of selection. */
@@ -47,7 +46,7 @@ const COLUMNS = {
   epoch: ["Epoch", (run) => run.epoch],
   step: ["Step", (run) => run.step],
   samples_per_s: ["Samples/s, median", (run) => run.samples_per_s],
-  tags: ["Tags", (run) => run.tags, (run) => run.tags.map((tag) => html`<span key=${tag} class="badge tag" title=${tag}><span class="clip">${tag}</span></span> `)],
+  tags: ["Tags", (run) => run.tags, (run) => run.tags.map((tag) => html`<${Tag} key=${tag} tag=${tag} /> `)],
 };
 const SHOWN = ["status", "monitored", "created", "took", "task", "devices", "tags"];
 
@@ -83,17 +82,19 @@ const table = computed(() => {
 /** The links of named views of the table, by name. */
 const views = stored(localStorage, "lockstep-views", {});
 
-function Views({ onDialog }) {
+function Views() {
   const link = `#/runs?${route.value.query}`;
   const shown = Object.keys(views.value).find((title) => views.value[title] === link);
   const { [shown]: _, ...others } = views.value;
   const items = [
     ...Object.entries(views.value).map(([title, to]) => [title, () => (location.hash = to)]),
-    ["Name this view…", () => onDialog({ kind: "view", link })],
+    ["Name this view…", () => openDialog(ViewDialog, { link })],
     ...(shown ? [[`Forget ${shown}`, () => (views.value = others), { danger: true }]] : []),
   ];
   return html`<${Menu} label="Views" text="Views" items=${items} />`;
 }
+
+const ViewDialog = ({ link, onClose }) => html`<${TextDialog} title="Name this view" name="Name" most=${40} required onClose=${onClose} onSubmit=${(title) => (views.value = { ...views.value, [title]: link })} />`;
 
 const fetchSettings = () => get("/settings").then((found) => (settings.value = found), showError);
 
@@ -108,11 +109,11 @@ function offered(all) {
   return { metrics: [...metrics].filter((name) => !["attempt", "complete"].includes(name) && !(name in COLUMNS)).sort(), settings: [...keys].sort() };
 }
 
-function ColumnsDialog({ all, onClose }) {
+function ColumnsDialog({ onClose }) {
   useSettings(true);
   const [text, setText] = useState("");
   const { columns } = table.value;
-  const names = offered(all);
+  const names = offered(runs.value ?? []);
   const toggle = (name, on) => keep("columns", (on ? [...columns, name] : columns.filter((one) => one !== name)).join(",") || "status");
   return html`<${Dialog} title="Columns" onClose=${onClose}>
     <${Search} label="Search columns" text=${text} onSearch=${setText} />
@@ -129,15 +130,15 @@ function ColumnsDialog({ all, onClose }) {
   <//>`;
 }
 
-function Filters({ shown, all, onDialog }) {
+function Filters({ shown, all }) {
   const { text, status, group, charts } = table.value;
   const groups = [...new Set(["task", "status", "devices", "strategy", "tags", ...offered(all).settings, ...(group ? [group] : [])])];
   return html`<div class="filters" role="search" aria-label="Runs">
     <${Search} label="Search runs" hint="Filter: words, val_accuracy > 0.9, tag:baseline, device:gpu, lr = 0.001" grow="grow" text=${text} onSearch=${(one) => keep("filter", one)} />
     <${Select} label="Status" bare value=${status} options=${[["", "Any status"], ...STATUSES]} onChange=${(one) => keep("status", one)} />
     <${Select} label="Group by" bare value=${group} options=${[["", "No groups"], ...groups.map((one) => [one, `Group by ${columnTitle(one)}`])]} onFocus=${fetchSettings} onChange=${(one) => keep("group", one)} />
-    <${Button} onClick=${() => onDialog({ kind: "columns" })}>Columns<//>
-    <${Views} onDialog=${onDialog} />
+    <${Button} onClick=${() => openDialog(ColumnsDialog)}>Columns<//>
+    <${Views} />
     <${Button} aria-pressed=${charts ? "true" : "false"} onClick=${() => keep("beside", charts ? null : "1")}>Charts<//>
     <span class="muted number" role="status">${runs.value === null ? "" : shown === all.length ? many(shown, "run") : `${number(shown)} of ${many(all.length, "run")}`}</span>
   </div>`;
@@ -157,23 +158,21 @@ async function duplicate(run) {
 }
 
 /** What can be done with one run, as items of a menu. */
-export function actionsFor(run, onDialog) {
-  return [
-    ["Rename", () => onDialog({ kind: "rename", run })],
-    ["Edit tags", () => onDialog({ kind: "tags", run })],
-    ["Duplicate", () => duplicate(run)],
-    ["Delete", () => onDialog({ kind: "delete", run }), { danger: true, why: isGoing(run) ? "stop it first" : "" }],
-  ];
-}
+export const actionsFor = (run) => [
+  ["Rename", () => openDialog(RenameDialog, { run })],
+  ["Edit tags", () => openDialog(TagsDialog, { run })],
+  ["Duplicate", () => duplicate(run)],
+  ["Delete", () => openDialog(DeleteDialog, { run }), { danger: true, why: isGoing(run) ? "stop it first" : "" }],
+];
 
-function Row({ run, columns, numeric, onDialog }) {
+function Row({ run, columns, numeric }) {
   const ticked = compared.value.includes(run.id);
   const take = ({ currentTarget: { checked } }) => (compared.value = [...compared.value.filter((id) => id !== run.id), ...(checked ? [run.id] : [])]);
   return html`<tr class=${ticked ? "chosen" : ""}>
     <td class="tick"><label class="hit"><input type="checkbox" aria-label=${`Select ${label(run)}`} checked=${ticked} onChange=${take} /></label></td>
     <th scope="row" class="name"><a class="clip" href=${address("run", [run.id])} title=${`${label(run)} (${run.id})`}>${label(run)}</a></th>
     ${columns.map((name) => html`<td key=${name} data-title=${columnTitle(name)} class=${numeric.has(name) ? "number" : ""}>${cellOf(run, name)}</td>`)}
-    <td class="more"><${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run, onDialog)} /></td>
+    <td class="more"><${Menu} label=${`Actions for ${label(run)}`} items=${actionsFor(run)} /></td>
   </tr>`;
 }
 
@@ -203,7 +202,7 @@ function Group({ name, value, rows, columns, ...rest }) {
 }
 
 /** Actions on the selected runs. */
-function Selected({ all, onDialog }) {
+function Selected({ all }) {
   const chosen = all.filter(({ id }) => compared.value.includes(id));
   if (!chosen.length) return null;
   const going = chosen.filter(isGoing);
@@ -212,9 +211,9 @@ function Selected({ all, onDialog }) {
   return html`<div class="selected row" role="group" aria-label="Selected runs">
     <strong>${chosen.length} selected</strong>
     ${why ? html`<${Button} kind="small" why=${why} onClick=${() => {}}>Compare<//>` : html`<a class="button small primary" href=${address("compare", compared.value)}>Compare ${chosen.length}</a>`}
-    <${Button} kind="small" onClick=${() => onDialog({ kind: "bulkTags", run: chosen })}>Add tag…<//>
+    <${Button} kind="small" onClick=${() => openDialog(BulkTagsDialog, { run: chosen })}>Add tag…<//>
     <${Button} kind="small" why=${going.length ? "" : "none of them is running"} onClick=${stop}>Stop<//>
-    <${Button} kind="small danger" why=${going.length ? "stop them first" : ""} onClick=${() => onDialog({ kind: "delete", run: chosen })}>Delete…<//>
+    <${Button} kind="small danger" why=${going.length ? "stop them first" : ""} onClick=${() => openDialog(DeleteDialog, { run: chosen })}>Delete…<//>
     <${Button} kind="small quiet" onClick=${() => (compared.value = [])}>Clear<//>
   </div>`;
 }
@@ -246,16 +245,7 @@ function DeleteDialog({ run, onClose }) {
 }
 
 /** Runs whose folder is damaged. */
-function Problems() {
-  const [first, ...rest] = problems.value;
-  if (!first) return null;
-  return html`<div class="note warn" role="status" aria-label="Runs that cannot be shown">
-    <p>${first}</p>
-    ${rest.length > 0 && html`<details><summary>and ${rest.length} more</summary>${rest.map((one) => html`<p key=${one}>${one}</p>`)}</details>`}
-  </div>`;
-}
-
-export const LABEL_DIALOGS = { rename: RenameDialog, tags: TagsDialog, delete: DeleteDialog, bulkTags: BulkTagsDialog };
+const Problems = () => problems.value.length > 0 && html`<div class="note warn" role="status" aria-label="Runs that cannot be shown">${problems.value.map((one) => html`<p key=${one}>${one}</p>`)}</div>`;
 
 function Heads({ columns, numeric, order }) {
   const [descending, by] = order.startsWith("-") ? [true, order.slice(1)] : [false, order];
@@ -278,12 +268,10 @@ function Beside({ found, group }) {
 }
 
 export function Runs() {
-  const [dialog, setDialog] = useState(null);
   const all = runs.value ?? [];
   const { text, status, order, group, columns, charts } = table.value;
   const known = new Set([...Object.keys(COLUMNS), "name"]);
-  const asked = [...text.matchAll(/([\w.]+)\s*[=<>!:]/g)].map(([, name]) => name);
-  useSettings([...columns, order.replace(/^-/, ""), group, ...asked].some((name) => name && !known.has(name)));
+  useSettings(/[=<>:]/.test(text) || [...columns, order.replace(/^-/, ""), group].some((name) => name && !known.has(name)));
   const found = useMemo(() => {
     const test = parseFilter(text);
     const [sign, by] = order.startsWith("-") ? [-1, order.slice(1)] : [1, order];
@@ -294,10 +282,9 @@ export function Runs() {
   const groups = group && [...Map.groupBy(found, (run) => String(plain(valueOf(run, group))))];
   // A column of numbers ends below the end of its heading, also where a run has none.
   const numeric = new Set(columns.filter((name) => found.slice(0, limit.value).some((run) => typeof valueOf(run, name) === "number")));
-  const Chosen = dialog && LABEL_DIALOGS[dialog.kind];
   return html`<section class="view wide" aria-label="Runs">
-    <${Filters} shown=${found.length} all=${all} onDialog=${setDialog} />
-    <${Selected} all=${all} onDialog=${setDialog} />
+    <${Filters} shown=${found.length} all=${all} />
+    <${Selected} all=${all} />
     <${Problems} />
     ${runs.value === null && html`<p class="empty" role="status">Loading runs…</p>`}
     ${runs.value !== null && !all.length && html`<div class="empty stack"><p>No runs yet.</p><p><${Button} kind="primary" onClick=${() => (drawer.value = true)}>Start the first run<//></p></div>`}
@@ -308,15 +295,12 @@ export function Runs() {
         <thead><${Heads} columns=${columns} numeric=${numeric} order=${order} /></thead>
         <tbody>
           ${groups
-            ? groups.map(([value, rows]) => html`<${Group} key=${value} name=${group} value=${value} rows=${rows} columns=${columns} numeric=${numeric} onDialog=${setDialog} />`)
-            : found.slice(0, limit.value).map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} numeric=${numeric} onDialog=${setDialog} />`)}
+            ? groups.map(([value, rows]) => html`<${Group} key=${value} name=${group} value=${value} rows=${rows} columns=${columns} numeric=${numeric} />`)
+            : found.slice(0, limit.value).map((run) => html`<${Row} key=${run.id} run=${run} columns=${columns} numeric=${numeric} />`)}
         </tbody>
       </table>
     </div>${charts && html`<${Beside} found=${found} group=${group} />`}</div>`}
     ${!groups && found.length > limit.value &&
     html`<p class="empty"><${Button} onClick=${() => (limit.value += PAGE)}>Show ${Math.min(PAGE, found.length - limit.value)} more<//></p>`}
-    ${Chosen && html`<${Chosen} run=${dialog.run} onClose=${() => setDialog(null)} />`}
-    ${dialog?.kind === "columns" && html`<${ColumnsDialog} all=${all} onClose=${() => setDialog(null)} />`}
-    ${dialog?.kind === "view" && html`<${TextDialog} title="Name this view" name="Name" most=${40} required onClose=${() => setDialog(null)} onSubmit=${(title) => (views.value = { ...views.value, [title]: dialog.link })} />`}
   </section>`;
 }

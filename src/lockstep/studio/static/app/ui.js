@@ -1,8 +1,12 @@
 // General components.
 
 import { html, signal, useErrorBoundary, useEffect, useId, useRef, useState } from "./html.js";
+import { address } from "./route.js";
 
 export const Badge = ({ status }) => html`<span class="badge ${status}">${status}</span>`;
+
+/** A tag, which leads to the runs that have it. */
+export const Tag = ({ tag }) => html`<a class="badge tag" title=${tag} href=${address("group", [tag])}><span class="clip">${tag}</span></a>`;
 
 /**
  * A button whose title says why it is disabled. Unlike `disabled` it keeps the focus, so that keyboard and screen reader
@@ -89,6 +93,16 @@ export const Tick = ({ on, onTick, children }) => html`<label class="row"><input
 /** A field that searches: its label is its placeholder, too, unless there is a `hint`. */
 export const Search = ({ label, hint = label, text, onSearch, grow = "" }) => html`<input class=${`input ${grow}`} type="search" aria-label=${label} placeholder=${hint} value=${text} onInput=${(event) => onSearch(event.currentTarget.value)} />`;
 
+const opened = signal(null);
+/** Opens a dialog, which gets `onClose` beside its `properties`. */
+export const openDialog = (Kind, properties = {}) => (opened.value = [Kind, properties]);
+
+/** The dialog that is open. */
+export function Opened() {
+  const [Kind, properties] = opened.value ?? [];
+  return Kind ? html`<${Kind} ...${properties} onClose=${() => (opened.value = null)} />` : null;
+}
+
 /** A modal `<dialog>`: focus stays inside, Escape closes it, and focus returns. */
 export function Dialog({ title, onClose, onSubmit, submit = "OK", danger = false, why = "", children }) {
   const dialog = useRef(null);
@@ -157,7 +171,6 @@ export function Tabs({ label, tabs, chosen, onChoose, panel }) {
 
 /** A button that opens a menu after the ARIA pattern. `items`: [[label, action, {danger, why}], …] */
 export function Menu({ label, text = "", items }) {
-  const [open, setOpen] = useState(false);
   const list = useRef(null);
   const id = useId();
   const close = () => list.current.hidePopover(); // the focus returns to the button
@@ -173,24 +186,20 @@ export function Menu({ label, text = "", items }) {
   // The first one has the focus when the menu is shown, before the next key arrives.
   const item = ([text, action, { danger = false, why = "" } = {}], at) =>
     html`<button key=${text} type="button" role="menuitem" tabindex="-1" autofocus=${at === 0} class="menu-item ${danger ? "danger" : ""}" aria-disabled=${why ? "true" : undefined} title=${why} onClick=${() => why || act(action)}>${text}</button>`;
-  // Its items are there before it is shown, and until the focus has left them.
-  const toggles = { onBeforeToggle: ({ newState }) => newState === "open" && setOpen(true), onToggle: ({ newState }) => setOpen(newState === "open") };
-  const state = { "aria-expanded": String(open), "aria-label": label, title: label, popovertarget: id };
+  const state = { "aria-label": label, title: label, popovertarget: id };
   return html`<div class="menu">
     <button type="button" class="button ${text ? "" : "quiet small"}" aria-haspopup="menu" ...${state}>${text || "⋯"}</button>
-    <div popover="auto" role="menu" id=${id} aria-label=${label} class="menu-list" ref=${list} onKeyDown=${keys} ...${toggles}>${open && items.map(item)}</div>
+    <div popover="auto" role="menu" id=${id} aria-label=${label} class="menu-list" ref=${list} onKeyDown=${keys}>${items.map(item)}</div>
   </div>`;
 }
 
-/** What connects a control with its label and texts is given to `children`. `kind`: a class of the field, `always`: of its help. */
-export function Labelled({ label, help, wrong, kind = "", always = false, children }) {
+/** What connects a control with its label and help is given to `children`. `kind`: a class of the field, `always`: of its help. */
+export function Labelled({ label, help, kind = "", always = false, children }) {
   const id = useId();
-  const described = [help && `${id}-help`, wrong && `${id}-wrong`].filter(Boolean).join(" ") || undefined;
   return html`<div class="field ${kind}">
     <label for=${id}>${label}</label>
-    ${children({ id, "aria-describedby": described, "aria-invalid": wrong ? "true" : undefined })}
+    ${children({ id, "aria-describedby": help ? `${id}-help` : undefined })}
     ${help && html`<div class="help ${always ? "always" : ""}" id="${id}-help">${help}</div>`}
-    ${wrong && html`<p class="wrong" id="${id}-wrong">${wrong}</p>`}
   </div>`;
 }
 
