@@ -124,7 +124,7 @@ class FrameRows:
                         fix=f"encode the frame with lockstep.data.FrameEncoder; or {misfit.fix}; or leave the column "
                         "out, or write Task.collate (or pass collate=)",
                     )
-            check_list(column, f"the column {name!r}")
+            check_list(column.tolist(), f"the column {name!r}")
 
     def gathered(self, indices: Positions) -> dict[Any, Tensor]:
         """The batch that ``default_collate`` makes of the samples ``indices``."""
