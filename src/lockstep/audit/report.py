@@ -101,7 +101,8 @@ def step_rows(run: Run) -> list[Row]:
         total = sum(count for _, count in losses)
         applied = step.of("applied")
         indices = samples[end["step"]]
-        is_known = bool(indices) and None not in indices
+        known_indices = [index for index in indices if index is not None]
+        is_known = bool(indices) and len(known_indices) == len(indices)
         rows.append(
             {
                 "step": end["step"],
@@ -109,7 +110,7 @@ def step_rows(run: Run) -> list[Row]:
                 "grad_norm": math.hypot(*applied[0]["norms"]) if applied else None,
                 "samples": len(indices) if is_known else None,
                 "lr": (end["lr"] or [None])[0],
-                "indices": sorted(indices) if is_known else None,
+                "indices": sorted(known_indices) if is_known else None,
             }
         )
     return rows

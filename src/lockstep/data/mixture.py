@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, bfloat16
 from torch.utils.data import ConcatDataset
 
+from lockstep.arithmetic import ceil_div
 from lockstep.data.arrays import by_row
 from lockstep.data.order import BlockOrder, derive_key
 from lockstep.data.sampling import Cycled, SampleOrder, natural
@@ -218,7 +219,7 @@ def _period(shares: tuple[Fraction, ...]) -> tuple[Indices, Indices, Indices]:
     for position in range(length):
         while waiting and waiting[0][0] <= position:
             part = heapq.heappop(waiting)[1]
-            heapq.heappush(ready, (-(-(drawn[part] + 1) * length // each[part]), part))
+            heapq.heappush(ready, (ceil_div((drawn[part] + 1) * length, each[part]), part))
         part = heapq.heappop(ready)[1]
         parts[position] = part
         before[position] = drawn[part]

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.arithmetic import ceil_div
 from lockstep.errors import DataError
 from lockstep.hardware import parent_death
 
@@ -178,7 +179,7 @@ def words_of(places: _WORDS, key: int) -> _WORDS:
 
 def _permute(positions: _WORDS, samples: int, keys: list[int]) -> _WORDS:
     a = math.isqrt(samples - 1) + 1
-    b = -(-samples // a)
+    b = ceil_div(samples, a)
     values = _feistel(positions, a, b, keys)
     outside = np.flatnonzero(values >= samples)
     while outside.size:

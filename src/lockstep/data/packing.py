@@ -141,7 +141,7 @@ def as_tokens(sequence: Any) -> NDArray[Any] | None:
 
 def packed(lengths: Ints, window: int) -> tuple[Ints, Ints, Ints, Ints]:
     """The pieces by window: the sequence of each, its start there, its size; and the first piece of each window."""
-    counts = -(-lengths // window)
+    counts = (lengths + window - 1) // window
     documents = np.repeat(np.arange(len(lengths)), counts)
     number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = number * window

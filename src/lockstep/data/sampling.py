@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, WeightedRandomSampler
 
+from lockstep.arithmetic import ceil_div
 from lockstep.config.sections import DataConfig
 from lockstep.data.arrays import LABELS, NO_LABEL, FrameRows, is_hugging_face, leaves
 from lockstep.data.order import BlockOrder, Order, check_slice, derive_key, mixed, shuffled, words_of
@@ -80,7 +81,7 @@ class BucketedOrder(BlockOrder):
         # A stable sort: equal lengths keep their random order.
         samples = samples[np.argsort(self._lengths[samples], kind="stable")]
         key = derive_key("blocks", self.order.seed, epoch, start // self.block)
-        blocks = shuffled(-(-len(samples) // self._blocks), key)
+        blocks = shuffled(ceil_div(len(samples), self._blocks), key)
         places = (blocks[:, None] * self._blocks + np.arange(self._blocks)).reshape(-1)
         window: Indices = samples[places[places < len(samples)]]
         return window

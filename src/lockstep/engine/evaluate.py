@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.arithmetic import ceil_div
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import BatchRequest, InOrder, Source
 from lockstep.engine.distributed.collectives import Collectives
@@ -77,7 +78,7 @@ class Evaluator:
         ``limit``: chunks of all ranks; ``None``: all of ``samples``.
         """
         rank, ranks = (0, 1) if self.together else (self.collectives.rank, self.collectives.size)
-        number = -(-samples // self.batch_size)
+        number = ceil_div(samples, self.batch_size)
         size = self.batch_size
         number = number if limit is None else min(number, limit)
         replayed = min(size, samples) if self.ghosts else 0  # the first chunk: a model may need several samples

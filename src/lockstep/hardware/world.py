@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
+from lockstep.arithmetic import ceil_div
 from lockstep.errors import ConfigError
 
 Launcher = Literal["none", "torchrun", "lockstep", "--nodes", "slurm"]
@@ -60,7 +61,7 @@ class World:
 
     @property
     def nodes(self) -> int:
-        return self.node_count or -(-self.size // self.local_size)
+        return self.node_count or ceil_div(self.size, self.local_size)
 
     @property
     def from_outside(self) -> bool:
@@ -105,7 +106,7 @@ def read_world(environ: Mapping[str, str]) -> World:
             rank=number("SLURM_PROCID"),
             size=size,
             local_rank=number("SLURM_LOCALID", "0"),
-            local_size=-(-size // nodes),
+            local_size=ceil_div(size, nodes),
             node_rank=number("SLURM_NODEID", "0"),
             launcher="slurm",
             node_count=nodes,

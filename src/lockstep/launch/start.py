@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lockstep.arithmetic import ceil_div
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.state import RunResult
 from lockstep.errors import LockstepError, RankOutOfMemory
@@ -193,7 +194,7 @@ def _halved(start: Start, *, at_start: bool) -> RunConfig | None:
         return None
     if size < 2 or plan.reproducibility == "exact" or plan.task.sets_batch_size:
         return None
-    training = {"batch_size": -(-size // 2), "global_batch_size": plan.batch.global_batch, "accumulate": 1}
+    training = {"batch_size": ceil_div(size, 2), "global_batch_size": plan.batch.global_batch, "accumulate": 1}
     # The learning rate is scaled against the batch size that the run was started with.
     optimizer = {"base_batch_size": config.optimizer.base_batch_size or config.training.batch_size}
     return resolve(config.model_dump(mode="json"), {"training": training, "optimizer": optimizer})

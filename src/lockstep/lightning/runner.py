@@ -27,7 +27,7 @@ from lockstep.errors import ConfigError, DataError, UnsupportedError
 from lockstep.lightning.module_plan import revised_plan
 from lockstep.lightning.module_task import ModuleTask, placement_of
 from lockstep.planning import Plan, TaskFacts
-from lockstep.planning.notes import refuse
+from lockstep.planning.conflicts import refuse
 
 if TYPE_CHECKING:
     from lockstep.lightning.module_fit import ModuleFit

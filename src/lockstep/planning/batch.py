@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
+from lockstep.arithmetic import ceil_div
 from lockstep.config.sections import DataConfig
 from lockstep.errors import ConfigError, DataError, many
 from lockstep.events import Note
@@ -84,8 +85,8 @@ class BatchPlan(Frozen):
         # A merged tail makes the micro-batches larger and does not add one.
         is_merged = 0 < size - self.global_batch < self.least_window
         if self.least_part < self.least_window:
-            max_size = -(-self.global_batch // self.accumulate)
-            micro_batches = -(-(self.global_batch if is_merged else size) // max_size)
+            max_size = ceil_div(self.global_batch, self.accumulate)
+            micro_batches = ceil_div(self.global_batch if is_merged else size, max_size)
             return _split_micro_batches(size, self.ranks, micro_batches, self.least_window, self.least_part)
         return _split_ranks(
             size,
@@ -116,7 +117,7 @@ def _split_ranks(
     """
     shares = parts(size, ranks, min_size)
     largest_share = max(stop - start for start, stop in shares)
-    micro_batches = min(max_micro_batches, -(-largest_share // max_size))
+    micro_batches = min(max_micro_batches, ceil_div(largest_share, max_size))
     return tuple(
         tuple((start + a, start + b) for a, b in parts(stop - start, micro_batches, min_size) if b > a)
         for start, stop in shares
@@ -134,7 +135,7 @@ def _split_lanes(size: int, ranks: int, lanes: int, min_size: int) -> tuple[tupl
 def parts(size: int, count: int, min_size: int = 1) -> tuple[Span, ...]:
     """Split ``size`` items into ``count`` contiguous spans; the last ones are empty if ``min_size`` does not fit."""
     filled = max(1, min(count, size // min_size))
-    bounds = [-(-index * size // filled) for index in range(filled + 1)]
+    bounds = [ceil_div(index * size, filled) for index in range(filled + 1)]
     return tuple(pairwise(bounds)) + ((size, size),) * (count - filled)
 
 
@@ -178,10 +179,10 @@ def resolve_batch(
         )
     else:  # as few and as even micro-batches as possible
         global_batch = global_batch_size
-        share = -(-global_batch // devices)
-        accumulate = -(-share // batch_size)
+        share = ceil_div(global_batch, devices)
+        accumulate = ceil_div(share, batch_size)
         limit = f"at most {batch_size} samples"
-        batch_size = -(-share // accumulate)
+        batch_size = ceil_div(share, accumulate)
         uneven = f", unevenly ({global_batch // devices} or {share} each)" if global_batch % devices else ""
         reasons = {
             "global_batch": f"held at {global_batch} and shared by {many(devices, 'device')}{uneven}",
@@ -221,14 +222,14 @@ def _even(plan: BatchPlan, reasons: dict[str, str]) -> BatchPlan:
             f"or a global batch (batch size × devices × accumulation) of at least {plan.ranks * plan.least_part}",
         )
     if max_accumulate < plan.accumulate:
-        share = -(-plan.global_batch // plan.ranks)
+        share = ceil_div(plan.global_batch, plan.ranks)
         smallest_share = plan.global_batch // plan.ranks
         reasons["accumulate"] = (
             f"{max_accumulate} instead of {plan.accumulate}: every micro-batch of every rank must have at least "
             f"{many(plan.least_part, 'sample')}, and a rank may have only {smallest_share} in a step"
         )
         reasons["batch_size"] = f"{share} samples per rank, divided into {many(max_accumulate, 'micro-batch')}"
-        batch_size = -(-share // (max_accumulate * plan.devices_per_rank))
+        batch_size = ceil_div(share, max_accumulate * plan.devices_per_rank)
         plan = plan.model_copy(update={"accumulate": max_accumulate, "batch_size": batch_size})
     min_window = max(plan.least_window, plan.ranks * plan.accumulate * plan.least_part)
     tail = plan.samples % plan.global_batch

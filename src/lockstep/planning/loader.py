@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from lockstep.arithmetic import ceil_div
 from lockstep.config import DataConfig, OptimizerConfig, RunConfig
 from lockstep.config.sections import TrainingConfig
 from lockstep.errors import many
@@ -109,7 +110,7 @@ def sized(config: RunConfig, *, has_batch_size: bool, ranks: int, accumulate: in
     if config.training.global_batch_size is None:
         training["accumulate"] = micro_batches
     else:
-        batch_size = -(-config.training.global_batch_size // (ranks * micro_batches))
+        batch_size = ceil_div(config.training.global_batch_size, ranks * micro_batches)
         training["batch_size"] = min(config.training.batch_size, batch_size) if has_batch_size else batch_size
     sections: dict[str, Any] = {"training": TrainingConfig.model_validate(training)}
     if lr > 0:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.arithmetic import ceil_div
 from lockstep.config import CheckpointConfig, DistributedConfig, OptimizerConfig, RunConfig
 from lockstep.errors import ConfigError, many
 from lockstep.hardware.resolve import Placement
@@ -48,7 +49,7 @@ class PlanInputs:
 
     @property
     def local_ranks(self) -> int:
-        return -(-self.placement.world_size // self.placement.nodes)
+        return ceil_div(self.placement.world_size, self.placement.nodes)
 
     @property
     def exact(self) -> bool:

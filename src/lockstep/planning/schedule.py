@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 from typing import Literal, NamedTuple, cast
 
+from lockstep.arithmetic import ceil_div
 from lockstep.config import RunConfig, SchedulerConfig
 from lockstep.config.sections import ScheduleName
 from lockstep.errors import many
@@ -175,7 +176,7 @@ def _length(config: RunConfig, batch: BatchPlan, done: tuple[int, int, int] | No
         offset = epochs * steps_per_epoch - total_steps
     reason = f"{many(epochs, 'epoch')} × {many(steps_per_epoch, 'step')}"
     if max_steps is not None and max_steps < total_steps:
-        started_epochs = epochs if done else -(-max_steps // steps_per_epoch)
+        started_epochs = epochs if done else ceil_div(max_steps, steps_per_epoch)
         return started_epochs, max_steps, offset, f"max_steps, before {reason} are over"
     return epochs, total_steps, offset, reason
 

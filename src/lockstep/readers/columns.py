@@ -88,7 +88,7 @@ class ParquetFiles(FileSamples):
 
     def check_collatable(self) -> None:
         """Raise :class:`DataError` where a row cannot be a sample of ``default_collate``, for a missing value."""
-        if self.transform is None and self._gaps:
+        if self.transform is None and self.rows is not None and self._gaps:
             column = self.rows.data.column(self._gaps[0])
             rows = ((value.as_py(), row, f"the column {self._gaps[0]!r}") for row, value in enumerate(column))
             misfit = next(filter(None, itertools.starmap(find_misfit, rows)))

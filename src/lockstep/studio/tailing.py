@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import to_json
 
+from lockstep.arithmetic import ceil_div
 from lockstep.errors import RunFolderError
 from lockstep.rundir.files import LONG_BYTES, AppendedRows, sparse_rows
 from lockstep.rundir.folder import RunDir, or_else
@@ -129,7 +130,7 @@ def thin_out(columns: Mapping[str, Column], x: str, points: int) -> dict[str, Co
     bucket are kept.
     """
     rows = len(columns[x])
-    size = max(2, -(-2 * rows // max(2, points)))
+    size = max(2, ceil_div(2 * rows, max(2, points)))
     buckets = rows // size
     whole = buckets * size
     result: dict[str, Column] = {}

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.arithmetic import ceil_div
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig
 from lockstep.config.load import merge
@@ -194,5 +195,5 @@ class Lab:
         batch = self.plan.batch
         if variant.layout == "many":
             return {}
-        share = batch.batch_size if variant.layout == "parts" else -(-batch.global_batch // batch.accumulate)
+        share = batch.batch_size if variant.layout == "parts" else ceil_div(batch.global_batch, batch.accumulate)
         return {"global_batch_size": batch.global_batch, "batch_size": share, "accumulate": 1}

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lockstep._compat.observation import loss_term
 from lockstep._compat.torch import BatchNorm, foreach_norm
+from lockstep.arithmetic import ceil_div
 from lockstep.audit.observer.record import Observation, Recorder, script_line
 
 #: Steps that are all recorded in full; after them one of ``EVERY``, and those near the end of a pass.
@@ -70,7 +71,8 @@ class TrainingObserver:
     def is_full(self) -> bool:
         """Whether the step to come is recorded in full."""
         done = self.recorder.step - 1
-        left = self.recorder.current_pass and self.recorder.current_pass.left
+        data_pass = self.recorder.current_pass
+        left = None if data_pass is None else data_pass.left
         return done < FIRST_STEPS or done % EVERY == 0 or (left is not None and left <= LAST_BATCHES)
 
     def _note_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Observation:
@@ -212,7 +214,7 @@ def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
 def _sampled(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """Return at most ``MAX_PARAMETERS`` parameters, evenly spread."""
     parameters = _parameters(optimizers)
-    return parameters[:: max(1, -(-len(parameters) // MAX_PARAMETERS))]
+    return parameters[:: max(1, ceil_div(len(parameters), MAX_PARAMETERS))]
 
 
 def _gradients(optimizers: Sequence[Optimizer]) -> list[list[float]]:

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lockstep.arithmetic import ceil_div
 from lockstep.checkpoint.content import Pieces, Place, mark, walked
 from lockstep.rundir.heartbeat import pulse
 
@@ -96,7 +97,7 @@ def divided_like(whole: Tensor | Pieces, like: Tensor) -> Tensor:
     # As torch.chunk divides: the last ranks may have fewer rows, or none.
     count = like.shape[0]
     last = mesh.ndim - 1
-    each = -(-count // mesh.size(last))
+    each = ceil_div(count, mesh.size(last))
     start = min(count, each * mesh.get_local_rank(last))
     rows = whole.rows(start, min(count, start + each)).to(mesh.device_type, like.dtype)
     return DTensor.from_local(rows, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from lockstep._compat.torch import tree_leaves, tree_map
+from lockstep.arithmetic import ceil_div
 from lockstep.data.arrays import as_tensor, by_row, is_stream
 from lockstep.data.loader import make_loader
 from lockstep.data.order import Order, derive_key
@@ -111,8 +112,8 @@ class DataFeed:
             left_out = skipped if training.skips else None
             source = Source(train, collate_of(task), plan.seed, order, plan.order.lanes, left_out)
         if batch.lanes is None and accumulate not in (None, batch.accumulate):
-            share = -(-batch.global_batch // batch.ranks)
-            batch = batch.model_copy(update={"accumulate": accumulate, "batch_size": -(-share // accumulate)})
+            share = ceil_div(batch.global_batch, batch.ranks)
+            batch = batch.model_copy(update={"accumulate": accumulate, "batch_size": ceil_div(share, accumulate)})
         arrangement = rank.config.debug.trace
         self.source = source if arrangement == "off" else replace(source, arrangement=arrangement)
         self._training = training

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from lockstep._compat.torch import tree_leaves
+from lockstep.arithmetic import ceil_div
 from lockstep.config import RunConfig
 from lockstep.engine.runtime import rank_device
 from lockstep.engine.strategies.base import Replica, Strategy
@@ -33,7 +34,7 @@ def devices_for(samples: int, devices: int, min_samples: int) -> int:
     It hands out ⌈samples/devices⌉ each, as ``torch.chunk`` does, and the rest to the last one.
     """
     for used in range(devices, 1, -1):
-        size = -(-samples // used)
+        size = ceil_div(samples, used)
         if min(size, samples % size or size) >= min_samples:
             return used
     return 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from lockstep.arithmetic import ceil_div
 from lockstep.hardware.detect import cpu_name, detect_devices, usable_cores
 from lockstep.launch.process.signals import StopRequest, exit_code
 from lockstep.rundir.files import make_folders, write_json, write_text
@@ -154,7 +155,7 @@ _SHOWN = 24
 
 def table_of(kind: str, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and cells of a table; a key with parts has a column for each of them."""
-    rows = rows[:: max(1, -(-len(rows) // _SHOWN))] if kind == "lr" else rows
+    rows = rows[:: max(1, ceil_div(len(rows), _SHOWN))] if kind == "lr" else rows
     columns: dict[str, list[str]] = {}
     for key in _COLUMNS[kind]:
         parts = dict.fromkeys(part for row in rows if isinstance(row.get(key), dict) for part in row[key])
@@ -191,7 +192,7 @@ def _draw(report: BenchReport, rows: Sequence[Row], file: Path) -> Path:
     x, diagrams, keys = _DIAGRAMS[report.kind]
     rows = _with_one_device(rows) if report.kind == "scaling" else rows
     columns = min(len(diagrams), 3)
-    lines = -(-len(diagrams) // 3)
+    lines = ceil_div(len(diagrams), 3)
     figure = Figure(figsize=(6 * columns, 4.2 * lines), layout="constrained")
     for number, y in enumerate(diagrams, start=1):
         axis = figure.add_subplot(lines, columns, number)

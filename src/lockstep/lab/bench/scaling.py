@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from lockstep.arithmetic import ceil_div
 from lockstep.errors import LockstepError, UsageError, many
 from lockstep.lab.bench.measure import slow_ranks, spread
 from lockstep.lab.bench.report import BenchReport, Say
@@ -98,7 +99,7 @@ def _case(subject: Subject, label: Mapping[str, Any], settings: Mapping[str, Any
     samples = settings["batch_size"] * count if label["mode"] == "weak" else settings["strong_global_batch"]
     # A pipeline's devices take part in the same micro-batches; others take one each.
     parts = BUSY_MICRO_BATCHES * count if find_strategy(strategy).state == "staged" else count
-    sizes = {"batch_size": -(-samples // parts), "global_batch_size": samples, "accumulate": 1}
+    sizes = {"batch_size": ceil_div(samples, parts), "global_batch_size": samples, "accumulate": 1}
     hardware = {"selected_devices": label["devices"], "strategy": "auto" if count == 1 else strategy}
     changes = {"hardware": hardware, "training": {**sizes, "threads": settings["threads_per_rank"]}}
     return subject.case(label, changes, steps=settings["steps"], warm_up=settings["warm_up"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lockstep.arithmetic import ceil_div
 from lockstep.errors import UsageError
 
 
@@ -39,7 +40,7 @@ class Cluster:
     beta_index: int = 1
 
     def nodes(self, devices: int) -> int:
-        return -(-devices // self.per_node)
+        return ceil_div(devices, self.per_node)
 
     def bandwidth(self, devices: int) -> float:
         """Bytes a second that every device can send in a ring over all of them: the slowest link's, shared by none."""

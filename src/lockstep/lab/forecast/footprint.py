@@ -27,6 +27,7 @@ from lockstep._compat.fake_tensors import (
     unset_fake_temporarily,
 )
 from lockstep._compat.torch import BatchNorm, storage_key, tree_leaves, tree_map
+from lockstep.arithmetic import ceil_div
 from lockstep.config import RunConfig
 from lockstep.engine.blueprint import blueprint
 from lockstep.engine.generators import seeded
@@ -103,7 +104,7 @@ class Ledger(TorchDispatchMode):
     def _note(self, tensor: Tensor, kind: Kind) -> None:
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
-        size = -(-storage.nbytes() // self._block) * self._block
+        size = ceil_div(storage.nbytes(), self._block) * self._block
         if key in self._alive:
             before, counted_bytes, reference = self._alive[key]
             self.live[before] -= counted_bytes

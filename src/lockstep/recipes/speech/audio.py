@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.arithmetic import ceil_div
 from lockstep.errors import DataError
 
 #: Samples a second of everything behind this module.
@@ -122,7 +123,7 @@ def _is_cut(path: Path) -> bool:
 
 def resampled_length(samples: int, rate: int, target: int) -> int:
     """Samples that :func:`resample` returns: the instants of the new grid within the recording."""
-    return -(-samples * target // rate)
+    return ceil_div(samples * target, rate)
 
 
 def resample(waveform: npt.NDArray[Any], rate: int, target: int) -> Floats:

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.arithmetic import ceil_div
 from lockstep.data.arrays import NO_LABEL, ArrayDataset, filled
 from lockstep.data.packing import Packed, causal_mask
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
@@ -160,7 +161,7 @@ class TextTask(Task):
         context = self.config.context
         if self.config.pack and len(tokens):
             return PackedTexts(tokens, self.tokenizer.end, context)
-        number = -(-(len(tokens) - 1) // context)
+        number = ceil_div(len(tokens) - 1, context)
         if number < 1:
             raise DataError("the text has fewer than 2 tokens", fix="use a longer text")
         line = np.full(number * context + 1, NO_LABEL, dtype=np.int64)

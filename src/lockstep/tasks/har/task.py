@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.arithmetic import ceil_div
 from lockstep.data.arrays import NO_LABEL, ArrayDataset, filled
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
 from lockstep.errors import ConfigError, DataError
@@ -259,7 +260,7 @@ class HarTask(Task):
 
 def _vit_of_plots(channels: int, classes: int, length: int, **sizes: Any) -> nn.Module:
     """Line plots of 32 rows and a multiple of 8 columns, in patches of 8×8 pixels."""
-    columns = max(8, -(-length // 8) * 8)
+    columns = max(8, ceil_div(length, 8) * 8)
     return nn.Sequential(LinePlots(32, columns), Vit(channels, classes, (32, columns), patch=(8, 8), **sizes))
 
 
