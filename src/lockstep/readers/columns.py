@@ -82,13 +82,14 @@ class ParquetFiles(FileSamples):
     @cached_property
     def _gaps(self) -> list[str]:
         """Columns in which a value is missing, or one in a value."""
-        table = None if self.rows is None else self.rows.data
-        names = [] if table is None else table.column_names
-        return [name for name in names if any(map(_has_gap, table.column(name).chunks))]
+        if self.rows is None:
+            return []
+        table = self.rows.data
+        return [name for name in table.column_names if any(map(_has_gap, table.column(name).chunks))]
 
     def check_collatable(self) -> None:
         """Raise :class:`DataError` where a row cannot be a sample of ``default_collate``, for a missing value."""
-        if self.transform is None and self.rows is not None and self._gaps:
+        if self.transform is None and self._gaps:
             column = self.rows.data.column(self._gaps[0])
             rows = ((value.as_py(), row, f"the column {self._gaps[0]!r}") for row, value in enumerate(column))
             misfit = next(filter(None, itertools.starmap(find_misfit, rows)))
