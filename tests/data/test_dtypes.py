@@ -189,7 +189,8 @@ class Rows:
         (1, 1.5),
         (True, 1),
         (np.float32(1), np.float64(1)),
-        (np.float64(1), 1.5),
+        (np.int64(1), 1.5),
+        (np.float32(1), 1.5),
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
         (np.zeros(2, np.int64), np.zeros(2)),
         ("a", 1.5),
@@ -211,7 +212,11 @@ def test_batches_of_any_data_set(first: Any, second: Any) -> None:
 
 
 def test_samples_that_may_differ() -> None:
-    """Texts of NumPy, arrays beside tensors, other keys in another batch, lists of other lengths."""
+    """Scalars of NumPy, arrays beside tensors, other keys in another batch, lists of other lengths."""
+    for first, second in ((np.int64(1), 2), (np.float64(1), 1.5), (np.bool_(True), False)):
+        for samples in ((first, second), (second, first)):
+            batch = Reader(Rows(*samples), default_collate, 1).batch(0, np.arange(2), 0)
+            assert equal(batch, torch.tensor(samples, dtype=torch.as_tensor(first).dtype))
     texts = Rows(np.str_("a"), "text")
     assert Reader(texts, default_collate, 1).batch(0, np.arange(2), 0) == ["a", "text"]
     arrays = Rows(np.zeros(2, np.float32), torch.ones(2))
