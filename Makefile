@@ -20,6 +20,9 @@ PARALLEL = -n $(JOBS) --maxprocesses 4 --maxschedchunk 8
 TESTS ?= tests
 PYTEST_ARGS ?=
 
+# Hundreds of processes of the tests would each compile the sources of torch.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup train test slow check coverage lint types texts docs drills clean browser smoke-oldest compat
 

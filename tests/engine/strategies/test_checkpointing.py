@@ -97,5 +97,6 @@ def test_models_with_a_cache_train_without_it(tmp_path: Path, kind: type[Toy]) -
     found = []
     for recompute in (False, True):
         training = {"max_steps": 3, "activation_checkpointing": recompute}
-        found.append(attempt(kind, tmp_path / str(recompute), training=training)[0])
-    torch.testing.assert_close(found[0], found[1])  # gradients of what several blocks read are added in another order
+        # Gradients of what several blocks read are added in another order; Adam would enlarge such rounding.
+        found.append(attempt(kind, tmp_path / str(recompute), training=training, optimizer={"name": "sgd"})[0])
+    torch.testing.assert_close(found[0], found[1])
