@@ -63,7 +63,7 @@ _HUGE = "a whole number beyond int64"
 FLOAT = "a number with a fraction"
 _MISSING = "a missing value"
 _NAMES = {type(None): _MISSING, bool: "a boolean", float: FLOAT, str: "a text", bytes: "bytes"}
-#: NumPy's scalars of which ``default_collate`` makes what it makes of Python's.
+#: NumPy's scalars that ``default_collate`` treats as Python's.
 _AS_PYTHON = {np.bool_, np.int64, np.float64}
 _WHOLE = (int, np.int64)
 

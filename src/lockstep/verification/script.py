@@ -35,9 +35,9 @@ _REPEATS = {
 
 _ADVICE = """\
 check that the loop draws random numbers of a sample inside the data set or from session.generator, that losses are
-sums over rows with their counts (a contrastive loss, Dice and the root of a mean depend on the rest of the batch: see
-docs/own-loop.md), that the session is made before the models, and that values kept from one batch to the next (a
-counter, a list, an average of weights) change once a step: `if session.step(...)`"""
+sums over rows with their counts (a contrastive loss, Dice and the root of a mean depend on the rest of the batch), that
+the session is made before the models, and that values kept from one batch to the next (a counter, a list, an average
+of weights) change once a step: `if session.step(...)`"""
 _ADVICE_FAST = """
 Dropout and other draws of a model differ between ranks: set dropout to 0 for this check, or add
 --reproducibility exact, which gives every rank the draws of one device"""
