@@ -65,6 +65,7 @@ def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport:
     page.get_by_role("textbox", name="Batch size", exact=True).fill("many")
     expect(run).to_be_disabled()
     expect(page.get_by_text(re.compile("training.batch_size: input should be a valid integer.*many"))).to_be_visible()
+    expect(page.get_by_text("of earlier input")).to_be_visible()
 
 
 def test_configurations_are_saved_and_loaded(server: Address, open_page: OpenPage) -> None:

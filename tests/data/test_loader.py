@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset, default_collate
 
@@ -54,7 +54,6 @@ def bucketed(lengths: np.ndarray, window: int = 64, block: int = 32) -> Bucketed
     return BucketedOrder(Order(len(lengths), 1), lengths, window, block)
 
 
-@settings(max_examples=40)
 @given(
     samples=st.integers(1, 300),
     ranks=st.integers(1, 5),
@@ -87,7 +86,6 @@ def lane_requests(samples: int, ranks: int, global_batch: int) -> list[BatchRequ
     return [r for first in range(0, len(by_rank[0]), share) for mine in by_rank for r in mine[first : first + share]]
 
 
-@settings(max_examples=30)
 @given(samples=st.integers(1, 300), global_batch=st.integers(8, 60))
 def test_a_lane_holds_the_same_samples_on_any_ranks(samples: int, global_batch: int) -> None:
     source = Source(None, list, 1, bucketed(np.arange(samples) * 7 % 31), 8)
@@ -171,7 +169,6 @@ def augmented(batch: BatchPlan, workers: int) -> dict[tuple[int, int], bytes]:
     return found
 
 
-@settings(max_examples=30)
 @given(samples=st.integers(1, 80), ranks=st.integers(1, 5), global_batch=st.integers(5, 40), lanes=st.booleans())
 def test_augmented_samples_are_byte_equal_on_any_ranks_and_differ_between_epochs(
     samples: int, ranks: int, global_batch: int, lanes: bool

@@ -50,7 +50,7 @@ def assert_plausible(counts: NDArray[np.int64], expected: NDArray[np.float64] | 
 
 
 def test_every_epoch_holds_every_sample_once_for_all_small_sizes() -> None:
-    for samples in range(1, 1_001):
+    for samples in range(1, 3_001):
         indices = Order(samples, seed=7).slice(3, 0, samples)
         assert np.array_equal(np.sort(indices), np.arange(samples)), samples
 

@@ -32,8 +32,7 @@ STUB = pack_call(rank_main, [])
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from lockstep.launch.local.launcher import RankLimits
-from lockstep.launch.local.on_ranks import launch
+from lockstep.launch.local.on_ranks import RankLimits, launch
 from lockstep.launch.local.worker import pack_call
 from lockstep.rundir.folder import RunDir
 from tests.launch.stub_worker import rank_main

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lockstep.errors import ResultsDifferError, StorageError, UsageError
+from lockstep.errors import DataError, ResultsDifferError, StorageError, UsageError
 from lockstep.verification import VerifyReport, verify
 from lockstep.verification.report import write_report
 from tests.e2e.test_train import finish, start
@@ -72,8 +72,7 @@ def test_weights_that_rounding_alone_moves_are_named_and_hide_no_other(tmp_path:
     [
         (Toy, {**NORM, "distributed": {"sync_batchnorm": "off"}}, "batchnorm"),
         (parting.WrongCountAndDraws, {"task": {"samples": 203}}, "denominator"),
-        # All but the last run are the same for these three: test_diagnose.py has what is decided from them.
-        pytest.param(parting.PaddingSampler, {}, "order", marks=pytest.mark.drill),
+        # All but the last run are the same for these two: test_diagnose.py has what is decided from them.
         pytest.param(parting.UnseededAugmentation, {}, "unseeded-data", marks=pytest.mark.drill),
         (parting.KeptGenerator, {}, "stateful-data"),
         pytest.param(parting.UnseededDropout, {}, "unseeded-forward", marks=pytest.mark.drill),
@@ -101,6 +100,12 @@ def test_what_parts_is_called_by_its_cause(
         report.raise_if_different()
     assert (caught.value.why, caught.value.fix) == (report.causes[0].what, report.causes[0].fix)
     assert caught.value.exit_code == 1
+
+
+@pytest.mark.slow
+def test_ranks_that_read_other_samples_are_refused_before_they_train(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="rank 1 has other train data than rank 0"):
+        run(parting.PaddingSampler, tmp_path, {})
 
 
 @pytest.mark.parametrize(

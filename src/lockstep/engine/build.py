@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from lockstep.checkpoint.store import Snapshot
+from lockstep.engine.build_parts import build_parts
 from lockstep.engine.diagnostics.mfu import peak_share
 from lockstep.engine.diagnostics.step_trace import Trace, trace_file
 from lockstep.engine.fit import TaskTraining
-from lockstep.engine.parts import build_parts
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult

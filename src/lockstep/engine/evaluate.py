@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.arithmetic import ceil_div
 from lockstep.data.loader import make_loader
 from lockstep.data.requests import BatchRequest, InOrder, Source
 from lockstep.engine.distributed.collectives import Collectives
@@ -78,8 +77,8 @@ class Evaluator:
         ``limit``: chunks of all ranks; ``None``: all of ``samples``.
         """
         rank, ranks = (0, 1) if self.together else (self.collectives.rank, self.collectives.size)
-        number = ceil_div(samples, self.batch_size)
         size = self.batch_size
+        number = len(range(0, samples, size))
         number = number if limit is None else min(number, limit)
         replayed = min(size, samples) if self.ghosts else 0  # the first chunk: a model may need several samples
         nothing = BatchRequest(0, 0, 0, replayed, ghost=self.ghosts)

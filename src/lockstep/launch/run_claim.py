@@ -29,6 +29,7 @@ from lockstep.launch.prepare import settle
 from lockstep.planning import OrderPlan, Plan, ResumePoint
 from lockstep.rundir.files import absolute, check_own_files, damaged, flattened, names_in, open_own, storing
 from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id, or_else
+from lockstep.rundir.heartbeat import announce
 from lockstep.rundir.origin import SCRIPT, note_named, require_code_named, require_named
 from lockstep.tasks.registry import (
     FROM_PARTS,
@@ -297,6 +298,21 @@ def task_of_run(task: Task | type[Task], config: RunConfig, *, as_given: bool) -
         )
     task._lockstep_data = data_settings(config)
     return task
+
+
+def begin_again(run: RunDir, config: RunConfig, plan: Plan) -> tuple[int, int]:
+    """Begin the next attempt after a failure, with the same configuration and plan; returns its number and step."""
+    beat = run.progress()
+    announce(run.heartbeat_file, beat.step if beat else 0, handing_over=True)  # the run is not lost
+    with storing(run.config_file):
+        edited = run.config_file.read_bytes()
+        run.keep_config(config)
+        is_restored = run.config_file.read_bytes() != edited
+    if is_restored:
+        warn(f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings")
+    point = resume_point(run, hold=True, report=warn)
+    step = point.step if point else 0
+    return run.begin_attempt(plan.as_dict(), plan.placement, step), step
 
 
 def resume_point(

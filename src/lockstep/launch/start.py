@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from lockstep.arithmetic import ceil_div
 from lockstep.config import RunConfig, resolve
 from lockstep.engine.state import RunResult
 from lockstep.errors import LockstepError, RankOutOfMemory
@@ -19,16 +18,13 @@ from lockstep.events import Note, Restarted
 from lockstep.launch import rank
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import INTERRUPTED, failure_line, keep_failure, own_failure
-from lockstep.launch.local.launcher import RankLimits
-from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
+from lockstep.launch.local.on_ranks import RankLimits, RanksStopped, run_on_ranks
 from lockstep.launch.meeting.membership import Team
 from lockstep.launch.meeting.preparation import Start, TrainRequest, begin_attempt
 from lockstep.launch.process.signals import StopRequest
-from lockstep.launch.run_claim import resume_point, warn
+from lockstep.launch.run_claim import begin_again
 from lockstep.planning import Plan
-from lockstep.rundir.files import storing
 from lockstep.rundir.folder import RunDir
-from lockstep.rundir.heartbeat import announce
 from lockstep.tasks.registry import pack_task
 
 #: Maximum number of halvings after running out of memory (16 times smaller).
@@ -129,19 +125,9 @@ def _start_ranks(start: Start, stop: StopRequest) -> list[Any]:
 
 def _restarted(start: Start, number: int, reason: str) -> Start:
     """Begin the next attempt after a failure, at the latest checkpoint and with the same plan."""
-    run = start.run
-    beat = run.progress()
+    beat = start.run.progress()
     last_step = beat.step if beat else 0
-    announce(run.heartbeat_file, last_step, handing_over=True)  # the run is not lost
-    with storing(run.config_file):
-        edited = run.config_file.read_bytes()
-        run.keep_config(start.config)
-        is_restored = run.config_file.read_bytes() != edited
-    if is_restored:
-        warn(f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings")
-    point = resume_point(run, hold=True, report=warn)
-    step = point.step if point else 0
-    attempt = run.begin_attempt(start.plan.as_dict(), start.plan.placement, step)
+    attempt, step = begin_again(start.run, start.config, start.plan)
     allowed = start.config.launch.max_restarts
     event = Restarted(number, allowed, attempt, step, max(0, last_step - step), reason)
     return replace(start, attempt=attempt, step=step, restarted=event)
@@ -194,7 +180,7 @@ def _halved(start: Start, *, at_start: bool) -> RunConfig | None:
         return None
     if size < 2 or plan.reproducibility == "exact" or plan.task.sets_batch_size:
         return None
-    training = {"batch_size": ceil_div(size, 2), "global_batch_size": plan.batch.global_batch, "accumulate": 1}
+    training = {"batch_size": (size + 1) // 2, "global_batch_size": plan.batch.global_batch, "accumulate": 1}
     # The learning rate is scaled against the batch size that the run was started with.
     optimizer = {"base_batch_size": config.optimizer.base_batch_size or config.training.batch_size}
     return resolve(config.model_dump(mode="json"), {"training": training, "optimizer": optimizer})

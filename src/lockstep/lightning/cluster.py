@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,10 @@ from lockstep._compat.lightning import LaunchedDdp
 from lockstep._compat.lightning_results import agree_on_names, end_names, evaluation_samplers
 from lockstep._compat.torchmetrics import unequal_lists
 from lockstep.config.sections import DistributedConfig
+from lockstep.engine.distributed.collectives import Collectives
+from lockstep.engine.fingerprint import check_same_data
 from lockstep.engine.runtime import rank_device
+from lockstep.engine.task import Datasets
 from lockstep.errors import UnsupportedError, many
 from lockstep.hardware.world import World
 from lockstep.lightning.dataloaders import SharedBatches
@@ -74,6 +77,13 @@ class RankedDdp(LaunchedDdp):
         if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
+
+
+def check_loaders(collectives: Collectives, *, train: Any = None, val: Any = None) -> None:
+    """Raise :class:`DataError` where a rank's loader has other data than that of rank 0. Collective."""
+    train, val = (getattr(loader, "dataset", None) for loader in (train, val))
+    if all(dataset is None or isinstance(dataset, Sized) for dataset in (train, val)):
+        check_same_data(Datasets(train=train, val=val), collectives)
 
 
 @contextmanager

@@ -33,8 +33,7 @@ from lockstep.engine.training_data import check_dataset
 from lockstep.errors import ConfigError, DataError, UnsupportedError, many
 from lockstep.hardware.world import World
 from lockstep.lightning.module_plan import LoaderFacts
-from lockstep.planning import BatchPlan
-from lockstep.planning.batch import Span, parts
+from lockstep.planning.batch import BatchPlan, Span, parts
 
 
 class Step(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,22 +11,22 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep.engine.distributed.sync_batchnorm import convert
-from lockstep.engine.fingerprint import check_same_data
 from lockstep.engine.rank_context import RankContext
+from lockstep.engine.reopened import Reopened
 from lockstep.engine.resume import (
     judge_afresh,
     load_initial_weights,
     load_latest,
+    load_weights,
     restored_state,
 )
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
-from lockstep.engine.task import Datasets
 from lockstep.errors import DataError, TaskError
 from lockstep.hardware.world import World
 from lockstep.lightning.callbacks import Upload
 from lockstep.lightning.ckpt_file import StoreIO
-from lockstep.lightning.cluster import agreed_logging, quiet_trainer, rank_arguments
+from lockstep.lightning.cluster import agreed_logging, check_loaders, quiet_trainer, rank_arguments
 from lockstep.lightning.dataloaders import (
     SharedBatches,
     TrainingLoader,
@@ -93,22 +93,19 @@ class ModuleFit:
     def _training_loader(self, loader: Any) -> Any:
         rank = self._rank
         batch = rank.plan.batch
-        self._check_data(Datasets(getattr(loader, "dataset", None)))
+        self._check_data(train=loader)
         training = TrainingLoader(loader, rank.world.size, max_batches=batch.samples // batch.batch_size)
         return training.planned(batch, rank.plan.seed, rank.world, self._state)
 
     def _evaluation_loader(self, loader: Any) -> Any:
         rank = self._rank
-        self._check_data(Datasets(None, val=getattr(loader, "dataset", None)))
+        self._check_data(val=loader)
         note_cut = partial(self.log.note_once, "batches_cut")
         return evaluation_loader(loader, rank.world, rank.plan.seed, report=note_cut)
 
-    def _check_data(self, datasets: Datasets) -> None:
-        """Raise :class:`DataError` where a rank's loaders have other data than those of rank 0. Collective."""
-        rank = self._rank
-        have_length = all(part is None or isinstance(part, Sized) for part in (datasets.train, datasets.val))
-        if rank.world.size > 1 and have_length and not rank.plan.task.opens_files:  # workers must open files themselves
-            check_same_data(datasets, rank.collectives)
+    def _check_data(self, *, train: Any = None, val: Any = None) -> None:
+        if self._rank.world.size > 1 and not self._rank.plan.task.opens_files:  # workers must open files themselves
+            check_loaders(self._rank.collectives, train=train, val=val)
 
     def _arguments(self, store: StoreIO) -> dict[str, Any]:
         config = self._rank.config
@@ -146,6 +143,14 @@ class ModuleFit:
         ranks = rank_arguments(plan.placement, self._rank.world, config.distributed)
         plugins = [*ranks.pop("plugins"), store, *arguments.pop("plugins", [])]
         return {**settings, **arguments, **ranks, "callbacks": callbacks, "plugins": plugins}
+
+
+def evaluate_checkpoint(task: ModuleTask, reopened: Reopened) -> dict[str, Any]:
+    """Return ``samples`` and ``metrics`` of a checkpoint."""
+    request = reopened.evaluation
+    load_weights(task.module, reopened.snapshot.model, request.run.path)
+    metrics, samples = evaluate_module(task, request.split, request.plan.placement, request.config.training.seed)
+    return {"samples": samples, "metrics": metrics}
 
 
 def evaluate_module(

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from lockstep.arithmetic import ceil_div
 from lockstep.config import RunConfig
-from lockstep.errors import UnsupportedError
+from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.events import Note
 from lockstep.planning import Decision, Plan
+from lockstep.planning.conflicts import refuse
 from lockstep.planning.decision import decide
 from lockstep.planning.notes import changed_keys, unused
 
@@ -35,6 +37,40 @@ class LoaderFacts(NamedTuple):
     drop_last: bool = False
     whole_steps: bool = False
     batches: int | None = None
+
+    def sized(self, config: RunConfig, *, global_batch_size: int | None, devices: int) -> RunConfig:
+        """Return ``config`` with the sizes of the loader; raise for settings that the module cannot have."""
+        training = config.training
+        is_set = {
+            "reproducibility: exact": training.reproducibility == "exact",
+            "training.compile": training.compile,
+            "debug.overfit_batches": config.debug.overfit_batches is not None,
+            "debug.trace": config.debug.trace != "off",
+            "debug.switch_off": bool(config.debug.switch_off),
+            "telemetry.record_samples": config.telemetry.record_samples,
+            "data.bucketing on": config.data.bucketing == "on",
+        }
+        reason = "its steps belong to the module and Lightning's Trainer"
+        refused = {name: (applies, reason) for name, applies in is_set.items()}
+        refuse("a LightningModule", refused, "remove it, or write a lockstep.Task")
+        if self.whole_steps and training.accumulate > 1:
+            raise ConfigError(
+                "training.accumulate is set, but the module optimizes manually",
+                why="with automatic_optimization = False it takes its steps itself",
+                fix="leave it out",
+            )
+        if self.batches is not None and self.batches % training.accumulate:
+            raise ConfigError(
+                f"training.accumulate={training.accumulate} does not divide the {self.batches} batches of an epoch",
+                why="the training loader keeps its order, so its batches are not divided again",
+                fix="set it to a divisor",
+            )
+        batch_size = self.batch_size
+        if self.whole_steps and global_batch_size is not None:
+            batch_size = ceil_div(global_batch_size, devices)
+        sizes = {"batch_size": batch_size, "tail": "drop" if self.drop_last else training.tail}
+        data = config.data.model_copy(update={"epoch_samples": None})
+        return config.model_copy(update={"training": training.model_copy(update=sizes), "data": data})
 
 
 def revised_plan(plan: Plan, config: RunConfig, loader: LoaderFacts) -> Plan:

@@ -14,11 +14,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
 from lockstep._compat.torch import ConvertedModule, tree_leaves
+from lockstep.arithmetic import ceil_div
+from lockstep.config import RunConfig
+from lockstep.config.load import merge
 from lockstep.engine.generators import seeded
 from lockstep.engine.task import Datasets, Loss, Scheduler, Task
+from lockstep.engine.training_data import open_data
 from lockstep.errors import TaskError, UnsupportedError
 from lockstep.lightning.dataloaders import TrainingLoader
-from lockstep.lightning.module_task import ModuleConfig, ModuleTask, PlannedTrainer
+from lockstep.lightning.module_task import ModuleConfig, ModuleTask, PlannedTrainer, placement_of
 
 
 class StepModule(ConvertedModule):
@@ -147,3 +151,20 @@ class ModuleSteps(Task):
         if wrapped is not None:
             vars(optimizer)["step"] = wrapped
         return scheduler or Scheduler(ConstantLR(optimizer, factor=1.0))
+
+
+def native_settings(task: ModuleTask, overrides: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
+    """Return ``overrides`` with the number of steps and, if they lack them, the sizes of the loader."""
+    if task.module_class is None:
+        raise UnsupportedError(
+            "verify and bench cannot take a LightningModule that is an object",
+            why="each of their runs makes a new one",
+            fix="name its class, as FILE.py:MODULE",
+        )
+    samples = len(open_data(task, config).train)
+    loader = task.loader_facts
+    training = config.training
+    per_step = loader.batch_size * placement_of(config).world_size * training.accumulate
+    steps = training.max_steps or ceil_div(samples, per_step) * training.epochs
+    sizes = {"batch_size": loader.batch_size, **({"tail": "drop"} if loader.drop_last else {})}
+    return merge({"training": sizes}, merge(overrides, {"task": {"native_steps": steps}}))

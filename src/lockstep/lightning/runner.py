@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +13,16 @@ from torch import nn
 
 from lockstep.checkpoint.store import Snapshot
 from lockstep.config import RunConfig
-from lockstep.config.load import merge
 from lockstep.engine.inspection import inspect_task
 from lockstep.engine.model_inputs import Inputs
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.reopened import Reopened
-from lockstep.engine.resume import load_weights
 from lockstep.engine.runner import TaskRunner
 from lockstep.engine.task import Datasets, Task
-from lockstep.engine.training_data import open_data
-from lockstep.errors import ConfigError, DataError, UnsupportedError
+from lockstep.errors import DataError, UnsupportedError
 from lockstep.lightning.module_plan import revised_plan
-from lockstep.lightning.module_task import ModuleTask, placement_of
+from lockstep.lightning.module_task import ModuleTask
 from lockstep.planning import Plan, TaskFacts
-from lockstep.planning.conflicts import refuse
 
 if TYPE_CHECKING:
     from lockstep.lightning.module_fit import ModuleFit
@@ -62,19 +57,9 @@ class ModuleRunner(TaskRunner):
 
     def native_settings(self, overrides: Mapping[str, Any], config: RunConfig) -> Mapping[str, Any]:
         """Return ``overrides`` with the number of steps and, if they lack them, the sizes of the loader."""
-        if self.task.module_class is None:
-            raise UnsupportedError(
-                "verify and bench cannot take a LightningModule that is an object",
-                why="each of their runs makes a new one",
-                fix="name its class, as FILE.py:MODULE",
-            )
-        samples = len(open_data(self.task, config).train)
-        loader = self.task.loader_facts
-        training = config.training
-        per_step = loader.batch_size * placement_of(config).world_size * training.accumulate
-        steps = training.max_steps or ceil(samples / per_step) * training.epochs
-        sizes = {"batch_size": loader.batch_size, **({"tail": "drop"} if loader.drop_last else {})}
-        return merge({"training": sizes}, merge(overrides, {"task": {"native_steps": steps}}))
+        from lockstep.lightning.module_steps import native_settings
+
+        return native_settings(self.task, overrides, config)
 
     def inspect(self, datasets: Datasets, config: RunConfig) -> TaskFacts:
         """Return the facts of the module and of its training loader; the module makes its optimizers."""
@@ -83,39 +68,8 @@ class ModuleRunner(TaskRunner):
         return facts.model_copy(update={**answers, "keeps_batches": self.task.loader_facts.batches is not None})
 
     def sized(self, config: RunConfig, *, global_batch_size: int | None, devices: int) -> RunConfig:
-        """Return ``config`` with the sizes of the training loader; raise for settings that the module cannot have."""
-        loader = self.task.loader_facts
-        training = config.training
-        is_set = {
-            "reproducibility: exact": training.reproducibility == "exact",
-            "training.compile": training.compile,
-            "debug.overfit_batches": config.debug.overfit_batches is not None,
-            "debug.trace": config.debug.trace != "off",
-            "debug.switch_off": bool(config.debug.switch_off),
-            "telemetry.record_samples": config.telemetry.record_samples,
-            "data.bucketing on": config.data.bucketing == "on",
-        }
-        reason = "its steps belong to the module and Lightning's Trainer"
-        refused = {name: (applies, reason) for name, applies in is_set.items()}
-        refuse("a LightningModule", refused, "remove it, or write a lockstep.Task")
-        if loader.whole_steps and training.accumulate > 1:
-            raise ConfigError(
-                "training.accumulate is set, but the module optimizes manually",
-                why="with automatic_optimization = False it takes its steps itself",
-                fix="leave it out",
-            )
-        if loader.batches is not None and loader.batches % training.accumulate:
-            raise ConfigError(
-                f"training.accumulate={training.accumulate} does not divide the {loader.batches} batches of an epoch",
-                why="the training loader keeps its order, so its batches are not divided again",
-                fix="set it to a divisor",
-            )
-        batch_size = loader.batch_size
-        if loader.whole_steps and global_batch_size is not None:
-            batch_size = ceil(global_batch_size / devices)
-        sizes = {"batch_size": batch_size, "tail": "drop" if loader.drop_last else training.tail}
-        data = config.data.model_copy(update={"epoch_samples": None})
-        return config.model_copy(update={"training": training.model_copy(update=sizes), "data": data})
+        """Return ``config`` with the sizes of the training loader; raise for settings of Lockstep's loop."""
+        return self.task.loader_facts.sized(config, global_batch_size=global_batch_size, devices=devices)
 
     def revised(self, plan: Plan, config: RunConfig) -> Plan:
         """Return ``plan`` with the decisions of the module; raise where Lightning's Trainer cannot follow it."""
@@ -138,14 +92,9 @@ class ModuleRunner(TaskRunner):
         """Return the values that the module logs over a split; data of a file are refused."""
         if reopened.datasets is None:
             return super().evaluate(reopened)
-        from lockstep.lightning.module_fit import evaluate_module
+        from lockstep.lightning.module_fit import evaluate_checkpoint
 
-        request = reopened.evaluation
-        load_weights(self.task.module, reopened.snapshot.model, request.run.path)
-        metrics, samples = evaluate_module(
-            self.task, request.split, request.plan.placement, request.config.training.seed
-        )
-        return {"samples": samples, "metrics": metrics}
+        return evaluate_checkpoint(self.task, reopened)
 
     def check_prediction(self, run: Path) -> None:
         command = f"lockstep lightning predict --model MODULE --data DATAMODULE --ckpt_path {run}"

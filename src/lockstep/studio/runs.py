@@ -28,7 +28,6 @@ from lockstep.rundir.files import names_in, open_regular, read_json
 from lockstep.rundir.folder import LIVE, RunDir, new_run_id, or_else
 from lockstep.rundir.origin import require_code_named, require_resumable
 from lockstep.studio import settings
-from lockstep.studio.access import FILE_CSP
 from lockstep.studio.commands import Identity, Labels, Starts, is_alive, last_lines, send
 from lockstep.studio.forms import Forms
 from lockstep.studio.home import Home, remove_folder
@@ -43,6 +42,8 @@ from lockstep.studio.schemas import (
 )
 from lockstep.studio.settings import REFUSED, command_of, flatten
 
+#: A file of a run may do nothing, also not as this site (sandbox).
+_FILE_CSP = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; sandbox"
 _MAX_TABLES = 4 << 20
 _MAX_FILES = 5000
 #: ``[index, file]`` of samples by ``"target,prediction"``.
@@ -248,7 +249,7 @@ class Runs:
         file = folder / path
         kind = {".png": "image/png", ".wav": "audio/wav"}.get(file.suffix)
         headers = {
-            "content-security-policy": FILE_CSP,
+            "content-security-policy": _FILE_CSP,
             "content-disposition": f"{'inline' if kind else 'attachment'}; filename*=UTF-8''{quote(file.name)}",
         }
         return StreamingResponse(_content_of(file), media_type=kind or "application/octet-stream", headers=headers)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -121,7 +121,6 @@ def test_groups_layouts_and_strides_are_free(on_four: list[Any]) -> None:
         assert found["wide"] == 12 * 6 + 12 * rank
 
 
-@settings(max_examples=40)
 @given(height=st.integers(0, 6), values=st.data())
 def test_the_stack_adds_the_pairs_of_the_recursion(height: int, values: st.DataObject) -> None:
     number = 2**height
@@ -141,7 +140,6 @@ def test_the_stack_adds_the_pairs_of_the_recursion(height: int, values: st.DataO
     )
 
 
-@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), ranks=st.sampled_from([1, 2, 4, 8]), empty=st.sets(st.integers(0, 7)))
 def test_subtrees_of_any_size_make_the_same_tree(seed: int, ranks: int, empty: set[int]) -> None:
     whole, share = TreeSum(), LANES // ranks

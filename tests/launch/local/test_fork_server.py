@@ -13,8 +13,7 @@ from threadpoolctl import threadpool_info
 
 from lockstep.launch.local import fork_server
 from lockstep.launch.local.fork_server import LAUNCHER
-from lockstep.launch.local.launcher import RankLimits
-from lockstep.launch.local.on_ranks import launch, run_on_ranks
+from lockstep.launch.local.on_ranks import RankLimits, launch, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.rundir.folder import RunDir
 from tests.conftest import RunCli

@@ -16,8 +16,7 @@ import pytest
 
 from lockstep.config import RunConfig
 from lockstep.launch.failure.report import read_failure
-from lockstep.launch.local.launcher import RankLimits
-from lockstep.launch.local.on_ranks import launch
+from lockstep.launch.local.on_ranks import RankLimits, launch
 from lockstep.rundir.folder import RunDir
 from tests.launch.conftest import STUB, Caller, wait_for
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from lockstep.config import RunConfig
+from lockstep.engine.build_parts import build_parts
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import between, finish, moment
-from lockstep.engine.parts import Parts, StepResult, build_parts
+from lockstep.engine.parts import Parts, StepResult
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.runtime import rank_device, runtime
 from lockstep.engine.strategies.reducers import Flags

@@ -23,8 +23,7 @@ from lockstep.errors import RankFailed, UnsupportedError
 from lockstep.hardware.world import World, read_world
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local import worker
-from lockstep.launch.local.launcher import RankLimits
-from lockstep.launch.local.on_ranks import run_on_ranks
+from lockstep.launch.local.on_ranks import RankLimits, run_on_ranks
 from lockstep.launch.prepare import RunInputs, native_settings, place, plan_for, settle
 from lockstep.launch.run_claim import create_folder
 from lockstep.planning import Plan

@@ -32,8 +32,7 @@ from lockstep.launch.engines.node_folder import begun_run, failure_reason
 from lockstep.launch.engines.spec import AttachedEngine, EngineSpec, Job
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import keep_failure, read_failure
-from lockstep.launch.local.launcher import RankLimits
-from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
+from lockstep.launch.local.on_ranks import RankLimits, RanksStopped, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.process import environment, signals
 from lockstep.rundir.folder import RunDir, new_run_id, or_else

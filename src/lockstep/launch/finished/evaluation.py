@@ -21,8 +21,7 @@ from lockstep.engine.task import Task
 from lockstep.hardware import World
 from lockstep.hardware.detect import usable_cores
 from lockstep.launch.finished.reopen import find_step
-from lockstep.launch.local.launcher import RankLimits
-from lockstep.launch.local.on_ranks import run_on_ranks
+from lockstep.launch.local.on_ranks import RankLimits, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.meeting.membership import group
 from lockstep.launch.prepare import place

@@ -23,7 +23,8 @@ from lockstep.hardware import parent_death
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local.fork_server import RemoteChild, server_for
-from lockstep.launch.local.launcher import LaunchRequest, RankLimits
+from lockstep.launch.local.launcher import LaunchRequest
+from lockstep.launch.local.launcher import RankLimits as RankLimits
 from lockstep.launch.local.worker import RESULTS, pack_call, take_results
 from lockstep.launch.process.environment import LAUNCH_ID, for_launcher
 from lockstep.launch.process.rank_log import flush

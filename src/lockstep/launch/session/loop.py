@@ -6,12 +6,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.arithmetic import ceil_div
 from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig, resolve
 from lockstep.data.requests import Window
 from lockstep.engine.attempt import record_failure
@@ -418,7 +418,7 @@ class Loop:
         if training.global_batch_size is None or "batch_size" in self._overrides.get("training", {}):
             return training.batch_size
         parts = max((request[2] or 1 for _, request in self._feeds.values()), default=training.accumulate)
-        return ceil_div(training.global_batch_size, parts)
+        return ceil(training.global_batch_size / parts)
 
     # The end.
 

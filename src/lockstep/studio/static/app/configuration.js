@@ -102,13 +102,14 @@ function Form() {
   const training = fieldsOf("training");
   const first = [...training, ...relevant("optimizer")].filter(isFirst).sort(([a], [b]) => FIRST.indexOf(a.join(".")) - FIRST.indexOf(b.join(".")));
   const reproducible = training.filter(([path]) => REPRODUCIBILITY.includes(path[1]));
-  const { answer } = planned.value;
+  const { answer, plan, waiting } = planned.value;
+  const age = waiting ? "being made again" : answer?.plan ? "" : "of earlier input";
   const parameters = answer?.plan?.task?.parameters;
   return html`
     <${Group} title="Task" open><${TaskChoice} /><${Problem} error=${task.value?.error} /><${Name} /><//>
     <${Group} title="Hardware" open><${Hardware} /><//>
     <${Group} title="Training" open fields=${first} />
-    ${answer?.plan && !search.value && html`<details class="group"><summary>Plan${planned.value.waiting && html`<span class="changed">being made again</span>`}</summary><div class=${`body ${planned.value.waiting ? "old" : ""}`}><${Decisions} decisions=${answer.plan.decisions} /></div></details>`}
+    ${plan && !search.value && html`<details class="group"><summary>Plan${age && html`<span class="changed">${age}</span>`}</summary><div class=${`body ${age ? "old" : ""}`}><${Decisions} decisions=${plan.decisions} /></div></details>`}
     <${Group} title="More training settings" fields=${training.filter((field) => !isFirst(field) && !REPRODUCIBILITY.includes(field[0][1]))} />
     <${Group} title="Task settings" fields=${taskFields(false)} />
     <${Group} title="Model" fields=${[...taskFields(true), ...fieldsOf("distributed", (name) => name === "sync_batchnorm")]}>

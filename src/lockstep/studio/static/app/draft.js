@@ -79,8 +79,8 @@ export const body = computed(() => ({
   config: withDevices(ticked.value),
 }));
 
-/** The newest answer of POST /api/plan, its error, and whether a newer one is on its way. */
-export const planned = signal({ answer: null, error: null, waiting: true });
+/** The newest answer of POST /api/plan, its error, whether a newer one is on its way, and the last plan that was made. */
+export const planned = signal({ answer: null, error: null, waiting: true, plan: null });
 
 let timer = 0;
 let turns = 0;
@@ -89,7 +89,7 @@ let turns = 0;
 async function ask(request) {
   const turn = ++turns;
   const answer = await post("/plan", request).then((plan) => ({ answer: plan, error: null }), (error) => ({ answer: null, error }));
-  if (turn === turns) planned.value = { ...answer, waiting: false };
+  if (turn === turns) planned.value = { ...answer, plan: answer.answer?.plan ?? planned.peek().plan, waiting: false };
 }
 
 /** The running runs: the plan warns if they share devices with the draft. */
