@@ -96,20 +96,17 @@ def kind_of(value: Any) -> Kind:
     return next((name for base, name in _NAMES.items() if isinstance(value, base)), cls.__name__)
 
 
-def kind_of_batch(samples: Sequence[Any], field: str = "") -> Kind:
-    """Return the kind that all of ``samples``, from which ``default_collate`` made a batch, have.
-
-    Raises:
-        MixedKindsError: there is none.
-    """
+def kind_of_batch(samples: Sequence[Any], field: str = "", *, converts: bool = False) -> Kind:
+    """Return the kind that all of ``samples`` have; arguments and errors as of :func:`joined_kind`."""
     first = samples[0]
     cls = type(first)
     if len(set(map(type, samples))) == 1:  # by columns, which is much faster than by values
-        if issubclass(cls, list | tuple):
-            columns = enumerate(zip(*samples, strict=False))
-            return _shortened([kind_of_batch(column, f"{field}[{number}]") for number, column in columns])
+        inner = partial(kind_of_batch, converts=converts)
+        if issubclass(cls, list | tuple) and len(set(map(len, samples))) == 1:
+            columns = enumerate(zip(*samples, strict=True))
+            return _shortened([inner(column, f"{field}[{number}]") for number, column in columns])
         if cls is dict and all(sample.keys() == first.keys() for sample in samples):
-            return {key: kind_of_batch([*map(itemgetter(key), samples)], _inner(field, key)) for key in first}
+            return {key: inner([*map(itemgetter(key), samples)], _inner(field, key)) for key in first}
         if issubclass(cls, Tensor | np.ndarray) and len(set(map(attrgetter("dtype"), samples))) == 1:
             return kind_of(first)
         if cls in _WHOLE and kind_of(min(samples)) == kind_of(max(samples)) == _INT:
@@ -119,7 +116,7 @@ def kind_of_batch(samples: Sequence[Any], field: str = "") -> Kind:
     kinds = [kind_of(sample) for sample in samples]
     joined = kinds[0]
     for kind in () if kinds.count(joined) == len(kinds) else kinds:
-        joined = joined_kind(joined, kind, field)
+        joined = joined_kind(joined, kind, field, converts=converts)
     return joined
 
 
