@@ -279,7 +279,9 @@ class AveragingConfig(Section):
         "none", "averaged weights are evaluated, saved, exported; ema: moving average, swa: mean of the run's last part"
     )
     decay: float = setting(0.999, "share of the average kept per update", of="ema", gt=0, lt=1)
-    warmup: bool = setting(True, "shorter at the start: the decay of update n is at most (1 + n) / (10 + n)", of="ema")
+    warmup: bool = setting(
+        True, "shorter at the start: the decay of update n, from 0, is at most (1 + n) / (10 + n)", of="ema"
+    )
     start_share: float = setting(0.75, "share of the run after which averaging begins", of="swa", ge=0, lt=1)
     every_steps: int = setting(1, "update every N optimizer steps", of="ema swa", ge=1)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import lockstep
+from lockstep import Loss
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import UnsupportedError
 from tests.attempts import attempt
@@ -68,6 +69,31 @@ def test_the_averages_are_those_of_torch_and_survive_a_resume(
         long = {**RUN, "training": {**RUN["training"], "max_steps": None}}
         resumed, _ = attempt(Toy, tmp_path / "parts", resume=True, averaging=EMA, **long)
         assert all(torch.equal(resumed[name], value) for name, value in saved.items())
+
+
+class Double(Toy):
+    """In float64; keeps the weights after each step."""
+
+    weights: ClassVar[list[Tensor]] = []
+
+    def model(self) -> nn.Module:
+        return super().model().double()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return super().loss(model, (batch[0].double(), batch[1]))
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+        return super().evaluate(model, (batch[0].double(), batch[1]))
+
+    def hooks(self) -> Any:
+        return [(lambda _, model: self.weights.append(model[0].weight.detach().clone()), 1)]
+
+
+def test_the_mean_of_a_float64_model_has_its_precision(tmp_path: Path) -> None:
+    Double.weights.clear()
+    saved, _ = attempt(Double, tmp_path / "run", averaging=SWA, **RUN)
+    mean = torch.stack(Double.weights[len(Double.weights) // 2 :]).mean(0)
+    torch.testing.assert_close(saved["0.weight"], mean, rtol=1e-13, atol=1e-13)
 
 
 class ScheduleFree(torch.optim.SGD):

@@ -76,7 +76,7 @@ class Averages:
             self._may_be_infinite = list(dict.fromkeys((*self._buffers, *infinite)))
         lists = [_local(averaged[name]) for name in weights], [_local(weight) for weight in weights.values()]
         if config.name == "swa":
-            get_swa_multi_avg_fn()(*lists, torch.tensor(self._updates))
+            get_swa_multi_avg_fn()(*lists, self._updates)  # a tensor would be divided as float32
         else:
             early = (1 + self._updates) / (10 + self._updates) if config.warmup else 1.0
             get_ema_multi_avg_fn(min(config.decay, early))(*lists, self._updates)
