@@ -809,6 +809,28 @@ def test_second_passes_are_exact_on_any_ranks(tmp_path: Path, monkeypatch: pytes
         assert other == [pytest.approx(value, abs=1e-5) for value in whole]
 
 
+def used_in_both_passes(reproducibility: str) -> int:
+    """The second optimizer's step has gradients of both passes."""
+    with lockstep.Session(QUIET | {"training.reproducibility": reproducibility}, global_batch_size=16) as session:
+        one, two = nn.Linear(4, 4), nn.Linear(4, 1)
+        first, second = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
+        session.prepare(one=one, two=two, first=first, second=second)
+        for x, y in batches(session):
+            session.backward(squares(two, one(x), y), len(y))
+            if session.step(first):
+                for again_x, again_y in session.again():
+                    session.backward(squares(two, one(again_x).detach(), again_y), len(again_y))
+                session.step(second)
+        return session.step_count
+
+
+def test_a_sum_of_two_passes_is_refused_where_lanes_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsupportedError, match="gradients of second"):
+        used_in_both_passes("exact")
+    assert used_in_both_passes("fast") == 3
+
+
 def test_parts_of_a_loss_for_some_models(session: lockstep.Session) -> None:
     one, two = nn.Linear(4, 4), nn.Linear(4, 1)
     first, second = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
