@@ -1260,6 +1260,34 @@ def test_a_body_may_freeze_parameters_on_any_ranks(tmp_path: Path, monkeypatch: 
     assert lockstep.Session.launch(freezing, devices="cpu,cpu", save_dir=tmp_path / "two") == pytest.approx(alone)
 
 
+def routed() -> list[float]:
+    """A rare expert, which most ranks' shares of a batch do not reach; its gradient is a mean over the whole batch."""
+    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
+        torch.manual_seed(1)
+        common, rare = nn.Linear(4, 1), nn.Linear(4, 1)
+        first, second = torch.optim.SGD(common.parameters(), lr=0.1), torch.optim.SGD(rare.parameters(), lr=0.1)
+        session.prepare(common=common, rare=rare, first=first, second=second)
+        for x, y in batches(session):
+            total = squares(common, x, y)
+            is_rare = x[:, 0] > 0.9
+            if is_rare.any():
+                total = total + squares(rare, x[is_rare], y[is_rare])
+            session.backward(total, len(y))
+            session.step(first)
+            session.step(second)
+        return [float(value) for p in (*common.parameters(), *rare.parameters()) for value in p.detach().flatten()]
+
+
+@pytest.mark.slow
+def test_a_model_that_few_ranks_reach_gets_the_gradient_of_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for devices in ("cpu,cpu", "cpu,cpu,cpu"):
+        place: dict[str, Any] = {"devices": devices, "save_dir": tmp_path / devices}
+        assert lockstep.Session.launch(routed, **place) == pytest.approx(routed(), abs=1e-6)
+
+
 def with_second_order() -> list[float]:
     with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
         model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
