@@ -32,6 +32,7 @@ from tests.e2e.test_train import finish, start, wait_for_step, weights
 from tests.engine.test_fit import interval_means
 from tests.gloo import ROOT, clean_environment
 from tests.lightning import own
+from tests.lightning.test_data import RandomInWorkers
 
 FILE = ROOT / "tests" / "lightning" / "own.py"
 MODULE = f"{FILE}:Classifier"
@@ -61,6 +62,34 @@ def test_a_number_that_the_run_adds_to_rows_is_monitored(tmp_path: Path) -> None
     config = settings(tmp_path) | {"checkpoint": {"monitor": "samples_per_s", "mode": "max"}}
     result = fit(module, own.Numbered(), hardware=ONE, config=config)
     assert result.best_epoch == max(result.history, key=lambda row: row["samples_per_s"])["epoch"]
+
+
+class DrawsInWorkers(pl.LightningModule):
+    """Keeps the numbers that its data set draws in a loader's worker, by epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.drawn: dict[int, list[float]] = {}
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.drawn.setdefault(self.current_epoch, []).extend(batch.flatten().tolist())
+        return self.weight * batch.float().mean()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomInWorkers(torch.zeros(6)), batch_size=2, num_workers=1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_workers_draw_other_numbers_in_each_epoch_and_the_same_in_a_repeated_run(tmp_path: Path) -> None:
+    modules = DrawsInWorkers(), DrawsInWorkers()
+    for number, module in enumerate(modules):
+        fit(module, hardware=ONE, config=settings(tmp_path / str(number)))
+    first, repeated = (module.drawn for module in modules)
+    assert repeated == first
+    assert len({value for values in first.values() for value in values}) == 2 * 6 * 3
 
 
 def test_one_device_trains_the_object_itself_and_fills_the_run_folder(tmp_path: Path) -> None:
