@@ -92,8 +92,18 @@ def test_workers_draw_other_numbers_in_each_epoch_and_the_same_in_a_repeated_run
     assert len({value for values in first.values() for value in values}) == 2 * 6 * 3
 
 
+class Recorded(own.Classifier):
+    """Keeps the sum of its losses and the samples of each batch, by epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.setdefault(self.current_epoch, []).append((loss.item() * len(batch[0]), len(batch[0])))
+        return loss
+
+
 def test_one_device_trains_the_object_itself_and_fills_the_run_folder(tmp_path: Path) -> None:
-    module, data = own.Classifier(str(noted(tmp_path))), own.Numbered()
+    module, data = Recorded(str(noted(tmp_path))), own.Numbered()
+    module.losses = {}
     before = {name: value.clone() for name, value in module.state_dict().items()}
     config = settings(tmp_path, accumulate=2) | {"checkpoint": {"monitor": "val/number", "mode": "max"}}
     result = fit(module, data, hardware=ONE, config=config)
@@ -111,6 +121,10 @@ def test_one_device_trains_the_object_itself_and_fills_the_run_folder(tmp_path: 
     assert [row["epoch"] for row in rows] == [1, 2]
     assert [row["epoch_hook"] for row in rows] == [0.0, 1.0], "what the module's own epoch-end hook logs is in its row"
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
+    for row, (totals, sizes) in zip(
+        rows, (zip(*losses, strict=True) for losses in module.losses.values()), strict=True
+    ):
+        assert row["train_loss"] == pytest.approx(sum(totals) / sum(sizes)), "of all micro-batches"
     assert rows[-1]["val_number"] == 2.0
     steps = run.steps()
     assert [row["step"] for row in steps] == list(range(1, 9))
