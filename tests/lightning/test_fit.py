@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationSched
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import lockstep
 from lockstep.cli.main import main
@@ -83,6 +83,7 @@ class DrawsInWorkers(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 def test_workers_draw_other_numbers_in_each_epoch_and_the_same_in_a_repeated_run(tmp_path: Path) -> None:
     modules = DrawsInWorkers(), DrawsInWorkers()
     for number, module in enumerate(modules):
@@ -90,6 +91,37 @@ def test_workers_draw_other_numbers_in_each_epoch_and_the_same_in_a_repeated_run
     first, repeated = (module.drawn for module in modules)
     assert repeated == first
     assert len({value for values in first.values() for value in values}) == 2 * 6 * 3
+
+
+class EpochOf(TensorDataset):
+    """Its samples are the epoch that the module sets."""
+
+    epoch = 0.0
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(self.epoch)
+
+
+class ChangesItsData(DrawsInWorkers):
+    """Changes the data set before each epoch; its loader keeps its order and its workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = EpochOf(torch.zeros(4))
+
+    def on_train_epoch_start(self) -> None:
+        self.data.epoch = float(self.current_epoch)
+
+    def train_dataloader(self) -> Any:
+        batches = BatchSampler(RandomSampler(self.data), 2, drop_last=False)
+        return DataLoader(self.data, batch_sampler=batches, num_workers=1, persistent_workers=True)
+
+
+@pytest.mark.slow
+def test_persistent_workers_see_the_data_set_of_each_epoch(tmp_path: Path) -> None:
+    module = ChangesItsData()
+    fit(module, hardware=ONE, config=settings(tmp_path, epochs=3))
+    assert module.drawn == {0: [0.0] * 4, 1: [1.0] * 4, 2: [2.0] * 4}
 
 
 class Recorded(own.Classifier):
@@ -367,6 +399,15 @@ def test_validations_in_mid_epoch_decide_what_is_best_and_when_to_stop(tmp_path:
     assert [(row["step"], row["improved"]) for row in run.evaluations()] == [(2, True), (4, True), (6, False)]
 
 
+def test_a_validation_at_the_end_of_max_steps_does_not_count_for_patience(tmp_path: Path) -> None:
+    """It is at step 5, where none is due; the run that goes on ends as one without that limit."""
+    config = settings(tmp_path, early_stopping_patience=2, max_steps=5) | {"validation": {"every_steps": 2}}
+    config["checkpoint"] = {"monitor": "val_score", "mode": "min"}
+    assert fit(Told(), own.Numbered(), hardware=ONE, config=config).step == 5
+    config["training"]["max_steps"] = None
+    assert fit(Told(), own.Numbered(), config=config, resume=True).step == 7
+
+
 def test_validations_between_epochs_come_besides_those_at_their_ends(tmp_path: Path) -> None:
     """Four steps an epoch, of two micro-batches each."""
     steps: list[int] = []
@@ -495,6 +536,18 @@ def test_a_stop_within_an_epoch_saves_the_state_before_its_end(tmp_path: Path, b
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert ours["ends"] == 4
     assert stopping["again"].state_dict() == stopping["whole"].state_dict()
+
+
+def test_a_callback_that_stops_at_a_validation_within_an_epoch_saves_the_state_before_its_end(tmp_path: Path) -> None:
+    module = NotesEpochEnds()
+    config = settings(tmp_path, epochs=8) | {"validation": {"every_steps": 2}}
+    stopping = EarlyStopping("val_loss", patience=1, check_on_train_epoch_end=False)
+    result = fit(module, own.Numbered(), hardware=ONE, config=config, trainer={"callbacks": [stopping]})
+    assert (result.status, result.step) == ("completed", 4), (
+        "of seven steps an epoch; without improvement at the fourth"
+    )
+    assert module.noted == [(0, 4)]
+    assert weights(tmp_path / "run")["ends"] == 0
 
 
 def test_the_command_line_cannot_resume_an_object_of_a_script(tmp_path: Path) -> None:
