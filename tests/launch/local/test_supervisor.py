@@ -98,6 +98,13 @@ def test_wrong_usage_is_not_tried_again(ranks: Ranks) -> None:
     assert (run(supervisor).exit_code, supervisor.may_restart) == (2, False)
 
 
+def test_the_verdict_of_a_rank_that_is_told_of_anothers_failure_decides(ranks: Ranks) -> None:
+    """Wrong usage that one rank finds is never a consequence, also where another one's failure was seen before."""
+    supervisor = run(ranks.supervise("import sys; sys.exit(1)", STOPPING.replace("143", "2")))
+    assert not supervisor.exits[1].ended_by_launcher
+    assert (supervisor.exit_code, supervisor.may_restart) == (2, False)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop(ranks: Ranks, number: int, code: int) -> None:
     supervisor = ranks.supervise(STOPPING, STOPPING)
