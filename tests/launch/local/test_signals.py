@@ -17,8 +17,8 @@ def test_the_first_signal_is_remembered() -> None:
     with StopRequest() as stop:
         assert stop.requested is None
         os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested == signal.SIGTERM
 
 
