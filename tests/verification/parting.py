@@ -126,6 +126,14 @@ class LoudRank(Toy):
         return Loss(total * (1 + place()[0]), count)
 
 
+class LastBits(Toy):
+    """The second rank's losses differ by what rounding in another order might change."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        total, count = super().loss(model, batch)
+        return Loss(total * (1 + 1e-6 * place()[0]), count)
+
+
 class OwnStart(Toy):
     """Every rank starts from weights of its own. DDP compares shapes at the start, not values, when told not to."""
 

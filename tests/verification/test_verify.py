@@ -12,6 +12,7 @@ from torch import nn
 from lockstep.errors import DataError, ResultsDifferError, StorageError, UsageError
 from lockstep.verification import VerifyReport, verify
 from lockstep.verification.report import write_report
+from lockstep.verification.trajectory import ROUNDING
 from tests.e2e.test_train import finish, start
 from tests.toys import CLASSES, FEATURES, Toy
 from tests.verification import parting
@@ -139,6 +140,23 @@ def test_no_number_in_both_runs_is_not_equality_and_the_report_is_written_and_pr
     assert "step 3" in written["causes"][0]["what"]
     assert [row["step"] for row in written["steps"]] == [1, 2, 3, 4, 5, 6]
     assert not list(tmp_path.glob("runs*")), "the runs that were compared are gone"
+
+
+@pytest.mark.slow
+def test_exact_mode_allows_no_rounding(tmp_path: Path) -> None:
+    flags = ("tests.verification.parting:LastBits", "--devices", "cpu,cpu", "--steps", "4", "--json")
+    output = finish(start("verify", *flags, cwd=tmp_path))
+    fast = json.loads(output[output.index("{") :])
+    assert (fast["outcome"], fast["same"], fast["causes"]) == ("equal", True, [])
+    output = finish(start("verify", *flags, "--reproducibility", "exact", cwd=tmp_path), code=1)
+    exact = json.loads(output[output.index("{") :])
+    assert (exact["outcome"], exact["same"], exact["reproducibility"]) == ("different", False, "exact")
+    assert [cause["code"] for cause in exact["causes"]] == ["unknown"]
+    assert "exact" not in exact["causes"][0]["fix"], "the mode is on"
+    assert "step 1" in exact["causes"][0]["what"]
+    for row in exact["steps"]:
+        assert 0 < row["loss_gap"] < exact["factor"] * ROUNDING
+        assert (row["loss_noise"], row["grad_norm_noise"], row["weights_noise"]) == (0.0, 0.0, 0.0)
 
 
 def test_one_device_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from lockstep.verification.trajectory import (
     ROUNDING,
     Floor,
     Gap,
+    exact_floor,
     floor_of,
     gap_between,
     order_effect,
@@ -100,9 +101,10 @@ def _report(lab: Lab) -> VerifyReport:
     if cause is not None:
         return different(configured, nothing, cause)
     quiet: tuple[str, ...] = ("dropout",) if "dropout" in single.draws else ()
-    floor = _floor(lab, quiet)
+    is_fast = lab.plan.reproducibility == "fast"
+    floor = _floor(lab, quiet) if is_fast else exact_floor(single)
     compared = configured = lab.compare()
-    if lab.plan.reproducibility == "fast":
+    if is_fast:
         if floor.parting(compared.gap) is None:
             return same(compared, floor, "equal")
         if quiet:
@@ -169,7 +171,8 @@ def _causes(lab: Lab, compared: Comparison, floor: Floor, quiet: tuple[str, ...]
     # A wrong count or rate may exist without causing the difference, so causes that an experiment shows come first.
     causes = [*diagnose.experiments(lab, quiet, floor), *causes]
     causes = causes or list(diagnose.other_draws(compared.one.draws, lab.plan))
-    cause = None if causes else diagnose.grouping(lab, quiet, floor)
+    is_fast = lab.plan.reproducibility == "fast"
+    cause = diagnose.grouping(lab, quiet, floor) if is_fast and not causes else None
     return causes or [cause or diagnose.unknown(compared.one, compared.many, *parting)]
 
 
