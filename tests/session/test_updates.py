@@ -87,8 +87,9 @@ def learn(
         return [p.flatten().tolist() for module in (model, target) for p in module.parameters()], used
 
 
-def test_steps_are_those_of_a_plain_loop_and_its_rows(tmp_path: Path) -> None:
-    weights, used = learn(save_dir=tmp_path / "run")
+def test_steps_are_those_of_a_plain_loop_and_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"telemetry.progress": "off", "telemetry.record_samples": True}
+    weights, used = learn(settings, save_dir=tmp_path / "run")
     torch.manual_seed(1)
     model = critic()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -101,6 +102,7 @@ def test_steps_are_those_of_a_plain_loop_and_its_rows(tmp_path: Path) -> None:
     assert [row["step"] for row in run.history] == [6, 13]
     assert [row["samples_seen"] for row in run.steps] == [13 * step for step in range(1, 14)]
     assert run.history[1]["val_loss"] == 13.0
+    assert "".join(capsys.readouterr()).count("telemetry.record_samples") == 1, "rows of the loop have no indices"
 
 
 @pytest.mark.slow

@@ -238,6 +238,13 @@ class RowFeed:
         #: By number of rows: the window, and the spans of each rank's micro-batches.
         self._windows: dict[int, tuple[Window, Any]] = {}
         self._rows: Any = None
+        if training.rank.config.telemetry.record_samples:
+            training.rank.note(
+                "unused",
+                "telemetry.record_samples has no effect on session.part(): rows that the loop draws have no indices of "
+                "a data set. Log what identifies them, or take them from session.batches()",
+                "warning",
+            )
 
     def walk(self, rows: Any, size: int) -> Iterator[Any]:
         """This rank's micro-batches of ``rows``, on its device. The window stays open."""
