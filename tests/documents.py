@@ -38,7 +38,7 @@ REMARK = re.compile(r"\s+#|\s{3,}")
 PROGRAM = re.compile(r"(lockstep|python|torchrun|srun|pip|make|source|ray|ssh|curl|scripts/\S+|[A-Z_]+=\S+ \w+) ")
 #: What a command that does not run here contains, why, and the test of it, or None.
 ELSEWHERE = {
-    r"\[OPTIONS\]|\{\w+,|\b[a-z]+\|[a-z]|\b(MODULE|VERB|STEP|DIR|FILE|FOLDER|PATH|JOB)\b|--gpus N\b|…": (
+    r"\[OPTIONS\]|\{\w+,|\b[a-z]+\|[a-z]|\b(MODULE|VERB|STEP|DIR|FILE|FOLDER|PATH|JOB|URL|KEY)\b|--gpus N\b|…": (
         "the form of a command",
         "tests/test_guides.py",
     ),
@@ -48,7 +48,7 @@ ELSEWHERE = {
     ),
     r"^(pip|make) |\.venv|--download|^scripts/gpu/(bundle|install)": ("needs a network", "tests/test_bundle.py"),
     r"^lockstep audit ": ("a script of the reader's", "tests/audit/test_scripts.py"),
-    r"^ray ": ("Ray is not installed; the page says where it was tried", None),
+    r"^ray |--on ray": ("needs a Ray cluster", "tests/launch/engines/test_ray.py"),
     r"^srun ": ("needs SLURM", "tests/launch/engines/test_slurm.py"),
     r"--nnodes|--nodes 2(?!.*--on (slurm|k8s))": ("needs several nodes", "tests/dist/test_nodes.py"),
     r"^scripts/gpu/check|gpu_workloads|--gpu-ids": ("needs GPUs", "tests/test_gpu_check.py"),
@@ -58,7 +58,7 @@ ELSEWHERE = {
     r"^python (-m )?(benchmarks|scripts|pace)[./]": ("measures for minutes, or needs files", "tests/benchmarks"),
     r"main(_multi_gpu)?\.py|[ /]train(_\w+)?\.py|test_distributed_setup": ("is the script of another guide", None),
     r"LOCKSTEP_STRATEGIES": ("needs the page's strategy", "tests/test_strategies.py"),
-    r"lockstep\.(launch|studio|tasks)\.": ("is started by Lockstep itself", None),
+    r"lockstep\.(launch|studio|tasks|lab\.sweep)\.": ("is started by Lockstep itself", None),
 }
 #: The others run with these replaced: names that stand for something, devices, and lengths.
 SHORTER = [

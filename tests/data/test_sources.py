@@ -291,6 +291,9 @@ def test_rows_of_columns_are_read_by_their_number(kind: str, tmp_path: Path) -> 
 def test_columns_of_any_type_give_what_single_rows_give(kind: str, tmp_path: Path) -> None:
     """Whole batches are made of numbers only; values that are missing in one row group change no other row."""
     pa = pytest.importorskip("pyarrow")
+    import pyarrow.feather
+    import pyarrow.parquet
+
     from lockstep.readers import columns
 
     numbers = np.arange(60, dtype=np.float32)
@@ -305,8 +308,6 @@ def test_columns_of_any_type_give_what_single_rows_give(kind: str, tmp_path: Pat
         "pairs with holes": pa.array([None if row == 45 else [row, 0] for row in range(60)], pa.list_(pa.int64(), 2)),
     }
     pa.parquet.write_table(pa.table(table), tmp_path / "0.parquet", row_group_size=20)
-    import pyarrow.feather
-
     pyarrow.feather.write_feather(pa.table(table), tmp_path / "0.feather", compression="uncompressed", chunksize=20)
 
     def opened(*names: str) -> Any:
@@ -325,8 +326,13 @@ def test_columns_of_any_type_give_what_single_rows_give(kind: str, tmp_path: Pat
         values = {first: holes.__getitems__([first, second])[0], second: holes.__getitems__([first, second])[1]}
         assert digest(values[39]) == digest(holes[39])
     assert (holes[39]["holes"].dtype, holes[39]["pairs with holes"].dtype) == (np.float32, np.int64)
+
+    class OfHoles(Toy):
+        def datasets(self) -> lockstep.Datasets:
+            return lockstep.Datasets(holes, super().datasets().val)
+
     with pytest.raises(DataError, match=r"'holes' of sample 45 is None.*0\.(parquet|feather)"):
-        holes.check_collatable()
+        lockstep.plan(OfHoles())
     with pytest.raises(LockstepError, match="'holes' of sample 45 is None"):
         Reader(holes, default_collate, 1).batch(0, np.array([44, 45]), 0)
 

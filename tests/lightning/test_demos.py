@@ -22,7 +22,7 @@ from lightning.pytorch.demos.boring_classes import (
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.lightning import fit
@@ -164,6 +164,16 @@ def test_on_one_device_loaders_keep_their_own_order(tmp_path: Path) -> None:
     assert (result.status, result.step) == ("completed", 600), "the 512 batches are read again"
     with pytest.raises(ConfigError, match="does not divide the 16 batches"):
         fit(Paired(), pair, config=settings(tmp_path / "ragged", accumulate=3))
+
+
+def test_samples_of_a_loaders_own_batches_are_counted(tmp_path: Path) -> None:
+    drawn = BatchSampler(RandomSampler(range(64)), 4, drop_last=False)
+    train = DataLoader(RandomDataset(32, 64), batch_sampler=drawn)
+    result = fit(BoringModel(), train, config=settings(tmp_path, epochs=1))
+    assert (result.status, result.step) == ("completed", 16)
+    run = RunDir.open(tmp_path)
+    assert run.plan()["batch"]["global_batch"] == 4
+    assert [row["samples_seen"] for row in run.epochs()] == [64]
 
 
 def test_a_loaders_own_order_is_resumed_in_mid_epoch(tmp_path: Path) -> None:

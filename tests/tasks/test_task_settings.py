@@ -40,6 +40,9 @@ class Base(lockstep.Task):
     def loss(self, model, batch):
         return lockstep.Loss(((model(batch[0]) - batch[1]) ** 2).sum(), len(batch[0]))
 
+    def predict(self, model, batch):
+        return {"output": model(batch[0])[:, 0]}
+
 
 class Scaled(Base):
     def __init__(self, scale=1.0, shape: tuple[int, ...] = (1,), folder: Path | None = None, net=None, **others):
@@ -154,6 +157,7 @@ def test_later_commands_make_the_task_with_its_arguments(kind: str, tasks: Any) 
     assert run.metrics["test_loss"] > 1e4
     again = lockstep.Run("run")
     assert again.evaluate() == {"test_loss": pytest.approx(run.metrics["test_loss"])}
+    assert again.predict(loss=True)["loss"].mean() == pytest.approx(run.metrics["test_loss"])
     assert again.load_model(task=getattr(tasks, kind)) is not None
     assert again.resume(epochs=2).metrics["val_loss"] > 1e4, "it is made of the configuration, not of defaults"
     assert again.resume(made(), epochs=3).metrics["val_loss"] > 1e4
@@ -177,6 +181,7 @@ def test_an_object_among_the_arguments_is_named_at_the_start_and_refused_later(t
     assert "net" in note.text and note.level == "warning"
     for call in (
         lambda again: again.evaluate(),
+        lambda again: again.predict(),
         lambda again: again.load_model(),
         lambda again: again.load_model(task=tasks.Scaled),
         lambda again: again.resume(epochs=2),
