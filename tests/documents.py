@@ -64,7 +64,7 @@ ELSEWHERE = {
 SHORTER = [
     (r"\s\[[A-Z][^]]*\]+", ""),  # what may be left out
     (r"\bTASK\b", "my_task.py:MyTask"),
-    (r"\bRUN RUN\b", "last run-5e6f7a8b"),
+    (r"\bRUN RUN\b", "run-1a2b3c4d run-5e6f7a8b"),
     (r"\bRUN\b", "last"),
     (r"--seed S\b", "--seed 1"),
     (r"lockstep sweep (har|my_task.py:MyTask)", "lockstep sweep my_task.py:MyTask --set training.max_steps=2"),
@@ -72,7 +72,7 @@ SHORTER = [
     (r"--seeds 5", "--seeds 2"),
     (r"--trials 30", "--trials 2"),
     (r"(evaluate|predict|export) last", r"\1 run-5e6f7a8b"),  # on cli.md the last run is a script's
-    (r"evaluate run-5e6f7a8b --data", "evaluate speech-1 --data"),
+    (r"evaluate run-5e6f7a8b (--data|other)", r"evaluate speech-1 \1"),
     (r"generate last", "generate text-1"),
     (r"transcribe last", "transcribe speech-1"),
     (r"--ckpt_path runs/run-1a2b3c4d", "--ckpt_path runs/lightning-1"),

@@ -61,7 +61,7 @@ BEST = CheckpointFlags()
 
 @verb(
     "RUN [DATA] [OPTIONS]",
-    "Examples:\n  lockstep evaluate last val --checkpoint last\n  lockstep evaluate last other_pictures",
+    "Examples:\n  lockstep evaluate last val --checkpoint last\n  lockstep evaluate last other.jsonl",
 )
 def evaluate(
     run: RunRef,
