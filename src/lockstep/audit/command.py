@@ -45,14 +45,17 @@ def audit(
         raise UsageError("--steps and --timeout are positive numbers", fix="--steps 50 --timeout 900")
     from lockstep.audit.examine import audit as examine
     from lockstep.audit.launcher import read_command
+    from lockstep.rundir.files import write_json, write_text
 
     command = read_command(script, arguments, is_module=module)
     report = examine(command, sizes, steps=steps, timeout_s=timeout)
     say(report.as_markdown(), sys.stdout)
-    for path in (json, markdown):
-        if path is not None:
-            report.write(path)
-            say(f"report: {path}", sys.stdout)
+    if json is not None:
+        write_json(json, report.as_dict())
+    if markdown is not None:
+        write_text(markdown, report.as_markdown())
+    for path in filter(None, (json, markdown)):
+        say(f"report: {path}", sys.stdout)
     return report.exit_code(fail_on)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter, defaultdict
@@ -74,13 +73,6 @@ class AuditReport:
             values = [row.get(name) for row in rows for name in _COLUMNS]
             table.append([str(number), *("" if value is None else f"{value:.6g}" for value in values)])
         return table
-
-    def write(self, path: Path) -> None:
-        """Write JSON, or Markdown if the name ends in ``.md``. Raises :class:`StorageError`."""
-        from lockstep.rundir.files import plain, write_text
-
-        document = json.dumps(plain(self.as_dict()), indent=2) + "\n"
-        write_text(path, self.as_markdown() if path.suffix == ".md" else document)
 
 
 def _as_item(finding: Finding) -> str:
