@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -84,41 +84,27 @@ def _as_item(finding: Finding) -> str:
 
 def step_rows(run: Run) -> list[Row]:
     """Return a row for each step: means over ranks, and the samples of all of them; ``None`` if not recorded."""
-    samples = _samples(run)
     rows = []
     for step in run.steps:
         end = step.of("step")[0]
-        backwards = [record for record in step.of("backward") if math.isfinite(record.get("loss", math.nan))]
-        losses = [(record["loss"] / (record["factor"] or 1), record["count"] or 1) for record in backwards]
-        total = sum(count for _, count in losses)
         applied = step.of("applied")
-        indices = samples[end["step"]]
-        known_indices = [index for index in indices if index is not None]
-        is_known = bool(indices) and len(known_indices) == len(indices)
+        backwards = step.of("backward")
+        batches = [record["indices"] for record in backwards]
+        indices = sorted(chain(*batches)) if batches and all(batches) else None
+        finite = [record for record in backwards if math.isfinite(record.get("loss", math.nan))]
+        losses = [(record["loss"] / (record["factor"] or 1), record["count"] or 1) for record in finite]
+        total = sum(count for _, count in losses)
         rows.append(
             {
                 "step": end["step"],
                 "loss": math.fsum(loss * count for loss, count in losses) / total if total else None,
                 "grad_norm": math.hypot(*applied[0]["norms"]) if applied else None,
-                "samples": len(indices) if is_known else None,
+                "samples": None if indices is None else len(indices),
                 "lr": (end["lr"] or [None])[0],
-                "indices": sorted(known_indices) if is_known else None,
+                "indices": indices,
             }
         )
     return rows
-
-
-def _samples(run: Run) -> dict[int, list[int | None]]:
-    """Return the indices of the samples of each step, on all ranks: a backward pass is of the oldest batch not used."""
-    samples: dict[int, list[int | None]] = defaultdict(list)
-    for walk in (walk for passes in run.passes for walk in passes):
-        unused: list[list[int] | None] = []
-        for record in walk.records:
-            if record["kind"] == "batch":
-                unused.append(record["indices"])
-            elif record["kind"] == "backward":
-                samples[record["step"]] += (unused.pop(0) if unused else None) or [None]
-    return samples
 
 
 def first_parting(steps: Mapping[int, list[Row]]) -> int | None:

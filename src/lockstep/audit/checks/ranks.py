@@ -37,45 +37,50 @@ def rank_findings(run: Run) -> Iterator[Finding]:
 
 
 def _parting(run: Run, step: Records) -> Finding | None:
-    """Return the weight, else the gradient, that differs between ranks at a step, with the reason."""
-    ends = step.of("step")
-    applied = [of_rank[0] for of_rank in step.of("applied").by("rank").values()]
+    """Find the weight, else the gradient, that differs between ranks at a step, and the reason."""
+    applied = step.of("applied")
     for content in ("weights", "norms") if len(applied) == run.size else ():
-        norms = [record[content] for record in applied]
-        position = _first_difference(norms)
-        if position is None:
-            continue
-        forwards = step.of("forward").by("rank").get(0)
-        bare = step.of("bare")
-        if content == "weights" and step is run.steps[0]:
-            code = "AUDIT_INITIAL_WEIGHTS"
-            line = next((record["site"] for record in run.ranks[0].of("optimizer")), None)
-        elif content == "weights":
-            code = "AUDIT_RANKS_PART"
-            line = ends[0]["site"]
-        elif forwards and not forwards[-1]["syncs"]:
-            code = "AUDIT_NO_SYNC"
-            line = forwards[-1]["site"]
-        else:
-            code = "AUDIT_BARE_MODULE" if bare else "AUDIT_NOT_REDUCED"
-            line = (bare or ends)[0]["site"]
-        evidence = {"step": ends[0]["step"], "parameter": applied[0]["names"][position]}
-        numbers = {"norms": [of_rank[position] for of_rank in norms], "lr": [end["lr"][0] for end in ends]}
-        return finding(code, line, {**evidence, **numbers})
+        position = first_difference(applied, content)
+        if position is not None:
+            code, line = _cause(run, step, content)
+            evidence = {
+                "step": applied[0]["step"],
+                "parameter": applied[0]["names"][position],
+                "norms": [record[content][position] for record in applied],
+                "lr": [rate for end in step.of("step") for rate in end["lr"][:1]],
+            }
+            return finding(code, line, evidence)
     return None
 
 
-def _first_difference(rows: Sequence[Sequence[float]]) -> int | None:
-    """Return the first position at which norms differ by more than rounding; ``None``: there is none."""
-    pairs = enumerate(zip(*rows, strict=False))
-    return next((i for i, norms in pairs if max(norms) < math.inf and min(norms) < (1 - _TOLERANCE) * max(norms)), None)
+def _cause(run: Run, step: Records, content: str) -> tuple[str, str | None]:
+    """Return code and line of a difference in the ``weights``, or in the ``norms`` of gradients."""
+    line = step.of("step")[0]["site"]
+    if content == "weights" and step is not run.steps[0]:
+        return "AUDIT_RANKS_PART", line
+    if content == "weights":
+        return "AUDIT_INITIAL_WEIGHTS", next((record["site"] for record in run.ranks[0].of("optimizer")), None)
+    forwards = [record for record in step.of("forward") if record["rank"] == 0]
+    if forwards and not forwards[-1]["syncs"]:
+        return "AUDIT_NO_SYNC", forwards[-1]["site"]
+    for record in step.of("bare"):
+        return "AUDIT_BARE_MODULE", record["site"]
+    return "AUDIT_NOT_REDUCED", line
+
+
+def first_difference(records: Sequence[Record], content: str) -> int | None:
+    """Return the first position at which norms of the ranks differ by more than rounding; ``None``: there is none."""
+    for position, norms in enumerate(zip(*(record[content] for record in records), strict=False)):
+        if max(norms) < math.inf and min(norms) < (1 - _TOLERANCE) * max(norms):
+            return position
+    return None
 
 
 def unmatched_calls(run: Run, *, has_failed: bool) -> Finding | None:
     """Return a rank that ends early, or the first collective call that another rank does not make."""
-    for group in run.training if has_failed else ():
-        lengths = [len(walk.batches) for walk in group]
-        shortest = group[lengths.index(min(lengths))]
+    for passes in run.training if has_failed else ():
+        lengths = [len(data_pass.batches) for data_pass in passes]
+        shortest = passes[lengths.index(min(lengths))]
         if len(set(lengths)) > 1 and shortest.is_whole:
             return finding("AUDIT_ENDS_EARLY", shortest.about["site"], {"batches": lengths})
     if not has_failed and not all(rank.of("end") for rank in run.ranks):

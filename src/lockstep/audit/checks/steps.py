@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lockstep.audit.checks.ranks import first_difference
 from lockstep.audit.findings import Finding, finding
-from lockstep.audit.trace import Record, Records, Run
+from lockstep.audit.trace import Records, Run
 
 #: Relative difference of a gradient's direction that rounding does not make.
 _DIRECTION = 5e-3
@@ -36,23 +37,13 @@ def step_findings(run: Run) -> Iterator[Finding]:
 
 def _clips(run: Run, step: Records) -> Iterator[Finding]:
     applied = step.of("applied")
+    is_reduced = len(applied) == run.size and first_difference(applied, "norms") is None
     for clips in zip(*step.of("clip").by("rank").values(), strict=False):
         evidence = {"step": clips[0]["step"], "call": clips[0]["call"]}
         if clips[0]["is_scaled"]:
             yield finding("AUDIT_CLIP_SCALED", clips[0]["site"], evidence)
-        if len(applied.by("rank")) == run.size and _differ(clips) and not _differ(applied):
+        if is_reduced and first_difference(clips, "norms") is not None:
             yield finding("AUDIT_CLIP_LOCAL", clips[0]["site"], evidence)
-
-
-def _vector(record: Record) -> np.ndarray:
-    """Join the sampled gradients of all parameters: float64, shape (entries,)."""
-    return np.array([value for row in record["gradients"] for value in row])
-
-
-def _differ(records: Sequence[Record]) -> bool:
-    first, *vectors = map(_vector, records)
-    tolerance = 1e-5 * np.linalg.norm(first)
-    return any(vector.shape != first.shape or np.linalg.norm(first - vector) > tolerance for vector in vectors)
 
 
 def _ratio(vector: np.ndarray, base: np.ndarray) -> tuple[float, float]:
@@ -78,9 +69,9 @@ def _denominator(run: Run, step: Records, longest_window: int) -> Finding | None
     Args:
         longest_window: micro-batches of the longest step before.
     """
-    applied = _vector(step.of("applied")[0])
+    applied = np.array(step.of("applied")[0]["gradients"])
     backwards = step.of("backward")
-    vectors = [_vector(local) for local in step.of("local")]
+    vectors = [np.array(local["gradients"]) for local in step.of("local")]
     counts = [backward["count"] for backward in backwards]
     factors = [backward["factor"] for backward in backwards]
     reductions = {backward["reduction"] for backward in backwards}

@@ -49,7 +49,7 @@ class ImportHooks(MetaPathFinder):
 
 def arm(folder: str, max_steps: int) -> None:
     """Observe this process, with records in ``folder``, as soon as it imports torch."""
-    recorder = Recorder(folder, int(os.environ.get("RANK", "0")))
+    recorder = Recorder(folder, max_steps)
 
     def observe(_: ModuleType) -> None:
         from lockstep.audit.observer.calls import observe_calls
@@ -58,16 +58,16 @@ def arm(folder: str, max_steps: int) -> None:
 
         atexit.register(recorder.write, "end")
         observe_calls(recorder)
-        LoaderObserver(recorder, max_steps)
-        TrainingObserver(recorder, max_steps)
+        LoaderObserver(recorder)
+        TrainingObserver(recorder)
 
     actions: dict[str, Callable[[ModuleType], object]] = {"torch": observe}
     for module, name in _STARTERS.items():
-        actions[module] = partial(_set_devices, recorder, name, max_steps)
+        actions[module] = partial(_set_devices, recorder, name)
     sys.meta_path.insert(0, ImportHooks(actions))
 
 
-def _set_devices(recorder: Recorder, name: str, max_steps: int, module: ModuleType) -> None:
+def _set_devices(recorder: Recorder, name: str, module: ModuleType) -> None:
     """Let the class ``name`` use as many devices as there are ranks, whatever number the script names."""
     starter = getattr(module, name)
     create = starter.__init__
@@ -79,7 +79,7 @@ def _set_devices(recorder: Recorder, name: str, max_steps: int, module: ModuleTy
             recorder.write("lightning")
             if kwargs.get("limit_train_batches") is None:
                 # A loader that only ends early would let the Trainer skip the validation at the end of the epoch.
-                kwargs["limit_train_batches"] = max_steps * kwargs.get("accumulate_grad_batches", 1)
+                kwargs["limit_train_batches"] = recorder.max_steps * kwargs.get("accumulate_grad_batches", 1)
         create(self, *args, **{**kwargs, "devices": ranks, "num_nodes": 1})
         if name == "Fabric":
             self.launch()  # as `fabric run` does; another call changes nothing

@@ -32,7 +32,7 @@ def observe_calls(recorder: Recorder) -> None:
         recorder.watch(dist, name, partial(_note_collective, recorder, name))
     recorder.watch(torch, "save", partial(_note_save, recorder))
     for name in ("spawn", "start_processes"):
-        setattr(torch.multiprocessing, name, partial(_refuse_spawn, recorder))
+        recorder.watch(torch.multiprocessing, name, partial(_refuse_spawn, recorder))
 
 
 def _note_collective(recorder: Recorder, name: str, *args: Any, **kwargs: Any) -> Observation:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 import re
-import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
 from lockstep._compat.observation import NEXT_INDEX, RESET, LoaderIterator, MapFetcher
-from lockstep.audit.observer.record import Observation, Pass, Recorder, script_line
+from lockstep.audit.observer.record import Observation, OpenPass, Recorder, script_line
 
 #: Indices recorded by one process; later batches have none.
 MAX_INDICES = 500_000
@@ -26,42 +24,39 @@ _MAX_ITEMS = 16
 
 
 class LoaderObserver:
-    """Writes a record for each pass and batch, and ends a pass after ``max_steps`` optimizer steps."""
+    """Writes a record for each pass and batch, and ends a pass after the recorder's number of optimizer steps."""
 
-    def __init__(self, recorder: Recorder, max_steps: int) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.max_steps = max_steps
         self._passes = 0
         self._indices = 0
         self._fetches = 0
         recorder.watch(DataLoader, "__init__", self._note_loader)
         recorder.watch(LoaderIterator, "__init__", self._begin)
-        recorder.watch(LoaderIterator, RESET, self._begin_again)
+        recorder.watch(LoaderIterator, RESET, self._begin)
         recorder.watch(LoaderIterator, NEXT_INDEX, self._note_index)
+        recorder.watch(LoaderIterator, "__next__", self._read)
         recorder.watch(MapFetcher, "fetch", self._note_draws)
-        LoaderIterator.__next__ = self._observed(LoaderIterator.__next__)  # type: ignore[assignment, method-assign]
 
     def _note_loader(self, loader: Any, *args: Any, **kwargs: Any) -> Observation:
         yield
         loader.lockstep_line = script_line()
 
-    def _begin_again(self, iterator: Any, loader: Any, first_iter: bool = False) -> Observation:
-        if not first_iter:
-            yield from self._begin(iterator, loader)
-
-    def _begin(self, iterator: Any, loader: Any, *args: Any) -> Observation:
+    def _begin(self, iterator: Any, loader: Any, first_iter: bool = False) -> Observation:
+        if first_iter:  # a reset within the creation of the iterator
+            return
         self._passes += 1
         self._fetches = 0
-        state = iterator.lockstep_pass = Pass(self._passes)
+        data_pass = iterator.lockstep_pass = OpenPass(self._passes)
         dataset = loader.dataset
         is_map = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
         if is_map:
-            state.left = len(loader.batch_sampler or loader.sampler)
+            data_pass.left = len(loader.batch_sampler or loader.sampler)
         sampler = _innermost_sampler(loader)
         self.recorder.write(
             "pass",
-            loader_pass=state.number,
-            batches=state.left,
+            loader_pass=data_pass.number,
+            batches=data_pass.left,
             size=len(dataset) if is_map else None,
             dataset=content_hash(dataset),
             subset=_digest(sorted(map(int, dataset.indices))) if isinstance(dataset, Subset) else None,
@@ -76,27 +71,22 @@ class LoaderObserver:
         indices = yield
         iterator.lockstep_pass.prefetched.append(indices)
 
-    def _observed(self, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(read)
-        def read_next(iterator: Any) -> Any:
-            state: Pass | None = getattr(iterator, "lockstep_pass", None)
-            if state is not None and state.left != 0 and state.steps >= self.max_steps:
-                self.recorder.write("cut", loader_pass=state.number, is_script=False)
-                raise StopIteration
-            batch = read(iterator)
-            if state is not None:
-                with self.recorder.guarded("batch"):
-                    self._note_batch(state)
-            return batch
+    def _read(self, iterator: Any) -> Observation:
+        data_pass: OpenPass = iterator.lockstep_pass
+        if data_pass.left != 0 and data_pass.steps >= self.recorder.max_steps:
+            self.recorder.write("cut", loader_pass=data_pass.number, is_script=False)
+            raise StopIteration
+        return self._note_batch(data_pass)
 
-        return read_next
-
-    def _note_batch(self, state: Pass) -> None:
-        self.recorder.current_pass = state
-        state.left = state.left and state.left - 1
-        indices = _plain(state.prefetched.pop(0)) if state.prefetched else None
+    def _note_batch(self, data_pass: OpenPass) -> Observation:
+        yield
+        self.recorder.current_pass = data_pass
+        data_pass.left = data_pass.left and data_pass.left - 1
+        indices = _plain(data_pass.prefetched.pop(0)) if data_pass.prefetched else None
         self._indices += len(indices or ())
-        self.recorder.write("batch", indices=indices if self._indices <= MAX_INDICES else None)
+        indices = indices if self._indices <= MAX_INDICES else None
+        data_pass.unused.append(indices)
+        self.recorder.write("batch", indices=indices)
 
     def _note_draws(self, *_: Any) -> Observation:
         self._fetches += 1
@@ -105,9 +95,8 @@ class LoaderObserver:
             yield
             after = _generator_states()
             drawn = {name: state for name, state in before.items() if after.get(name) != state}
-            worker = get_worker_info()
-            number = worker and worker.id
-            self.recorder.write("draw", loader_pass=self._passes, worker=number, fetch=self._fetches, states=drawn)
+            worker = getattr(get_worker_info(), "id", None)
+            self.recorder.write("draw", loader_pass=self._passes, worker=worker, fetch=self._fetches, states=drawn)
 
 
 def _plain(index: Any) -> list[int] | None:
@@ -124,12 +113,9 @@ def _digest(content: Any) -> str:
 
 def _generator_states() -> dict[str, str]:
     """Return the hash of the state of each global generator, by name."""
-    states = {"random": _digest(random.getstate()), "torch": _digest(torch.get_rng_state().numpy().tobytes())}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        _, keys, *counters = numpy.random.get_state()
-        states["numpy"] = _digest((keys.tobytes(), counters))
-    return states
+    _, keys, *counters = np.random.get_state()
+    states = {"random": random.getstate(), "torch": torch.get_rng_state().tolist(), "numpy": (keys.tolist(), counters)}
+    return {name: _digest(state) for name, state in states.items()}
 
 
 def content_hash(value: Any, depth: int = 3) -> str:

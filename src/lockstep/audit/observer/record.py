@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Stands around a call: its ``yield`` returns the result. Without a ``yield`` reached, it only precedes the call.
+#: Surrounds a call: its ``yield`` returns the result. If it ends before a ``yield``, it only precedes the call.
 Observation = Generator[None, Any, None]
 
-#: The folders of Python's library and of Lockstep.
+#: Folders of the standard library and of Lockstep.
 _LIBRARIES = tuple(
     f"{Path(path).resolve()}{os.sep}" for path in (sysconfig.get_path("stdlib"), Path(__file__).parents[2])
 )
@@ -41,49 +41,54 @@ def script_line() -> str | None:
 
 
 @dataclass
-class Pass:
-    """A pass over a loader: its number, batches left (``None``: unknown), optimizer steps, and indices read ahead."""
+class OpenPass:
+    """A pass over a loader that the script reads now.
+
+    Attributes:
+        left: number of batches to come, if it is known.
+        steps: optimizer steps that were taken in it.
+        prefetched: indices of batches that the loader has read ahead.
+        unused: indices of batches that no backward pass has used.
+    """
 
     number: int
     left: int | None = None
     steps: int = 0
     prefetched: list[Any] = field(default_factory=list)
+    unused: list[list[int] | None] = field(default_factory=list)
 
 
 class Recorder:
     """Writes the records of this process to ``folder``; a forked child, such as a loader's worker, only ``draw``.
 
     Attributes:
+        max_steps: optimizer steps after which a pass over a loader ends.
         step: number of the optimizer step to come, from 1.
         current_pass: the pass whose batch was read last.
     """
 
-    def __init__(self, folder: str, rank: int) -> None:
+    def __init__(self, folder: str, max_steps: int) -> None:
         self.folder = folder
-        self.rank = rank
+        self.max_steps = max_steps
+        self.rank = int(os.environ.get("RANK", "0"))
         self.step = 1
-        self.current_pass: Pass | None = None
-        self._is_child = False
+        self.current_pass: OpenPass | None = None
+        self._process = os.getpid()
         self._file: int | None = None
-        os.register_at_fork(after_in_child=self._forget)
-
-    def _forget(self) -> None:
-        self._file = None
-        self._is_child = True
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one record; it is in the file when this returns, however the process ends."""
-        if self._is_child and kind != "draw":
+        if os.getpid() != self._process and kind != "draw":
             return
         if self._file is None:
-            path = Path(self.folder, f"{self.rank}-{os.getpid()}.jsonl")
+            path = Path(self.folder, f"{self.rank}-{os.getpid()}.jsonl")  # a forked child inherits it
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         number = self.current_pass.number if self.current_pass else None
         record = {"kind": kind, "rank": self.rank, "step": self.step, "loader_pass": number, "site": script_line()}
         os.write(self._file, json.dumps(record | values, separators=(",", ":"), default=str).encode() + b"\n")
 
     def watch(self, owner: Any, name: str, observe: Callable[..., Observation]) -> None:
-        """Put ``observe(*arguments)`` around each call of ``owner.name``."""
+        """Put ``observe(*arguments)`` around each call of ``owner.name``. Its exceptions replace the call."""
         from torch.compiler import is_compiling
 
         original = getattr(owner, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,16 +36,10 @@ LOSSES = (
 
 
 class TrainingObserver:
-    """Writes records of forward and backward passes, clipping and optimizer steps; ends the script.
+    """Writes records of forward and backward passes, clipping and optimizer steps; ends the script."""
 
-    Args:
-        recorder: where records go.
-        max_steps: optimizer steps after which a script without a loader ends.
-    """
-
-    def __init__(self, recorder: Recorder, max_steps: int) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.max_steps = max_steps
         self._optimizers: list[Optimizer] = []
         #: Norms of the weights before the step that runs, by optimizer.
         self._weights: dict[int, list[float]] = {}
@@ -72,8 +67,8 @@ class TrainingObserver:
         """Whether the step to come is recorded in full."""
         done = self.recorder.step - 1
         data_pass = self.recorder.current_pass
-        left = None if data_pass is None else data_pass.left
-        return done < FIRST_STEPS or done % EVERY == 0 or (left is not None and left <= LAST_BATCHES)
+        is_near_end = data_pass is not None and data_pass.left is not None and data_pass.left <= LAST_BATCHES
+        return done < FIRST_STEPS or done % EVERY == 0 or is_near_end
 
     def _note_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Observation:
         yield
@@ -119,19 +114,22 @@ class TrainingObserver:
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
+        data_pass = self.recorder.current_pass
+        indices = data_pass.unused.pop(0) if data_pass and data_pass.unused else None  # of the oldest batch
         if not self.is_full():
-            self.recorder.write("backward")
+            self.recorder.write("backward", indices=indices)
             return
         factor, count, reduction = loss_term(loss) or (None, None, None)
         self.recorder.write(
             "backward",
+            indices=indices,
             loss=loss.item(),
             factor=factor,
             count=count,
             reduction=reduction,
             loss_line=self._loss_line,
             graph=loss.grad_fn.name() if loss.grad_fn is not None else None,
-            dirty=[n for n, optimizer in enumerate(self._optimizers, 1) if any(map(any, _gradients([optimizer])))],
+            dirty=[n for n, optimizer in enumerate(self._optimizers, 1) if any(_gradients([optimizer]))],
         )
         parameters = _sampled(self._optimizers)
         sums: list[list[float]] = [[] for _ in parameters]
@@ -144,7 +142,7 @@ class TrainingObserver:
         yield
         for handle in handles:
             handle.remove()
-        self.recorder.write("local", gradients=sums)
+        self.recorder.write("local", gradients=list(chain(*sums)))
 
     def _note_scaler(self, scales: bool, scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Observation:
         self._is_scaled = scales and scaler.is_enabled()
@@ -154,8 +152,8 @@ class TrainingObserver:
 
     def _note_clip(self, name: str, *args: Any, **kwargs: Any) -> Observation:
         if self.is_full():
-            gradients = _gradients(self._optimizers)
-            self.recorder.write("clip", call=name, is_scaled=self._is_scaled, gradients=gradients)
+            norms = _norms([_gradient(parameter) for parameter in _parameters(self._optimizers)])
+            self.recorder.write("clip", call=name, is_scaled=self._is_scaled, norms=norms)
         yield
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -173,7 +171,7 @@ class TrainingObserver:
             if self.is_full():
                 self._note_applied(optimizer, weights)
             self._count_step(optimizer)
-        is_past = self.recorder.current_pass is None and self.recorder.step > self.max_steps
+        is_past = self.recorder.current_pass is None and self.recorder.step > self.recorder.max_steps
         if is_past or len(self._training_passes) > MAX_PASSES:
             self.recorder.write("cut", is_script=True)
             if self._has_ended:  # the script has caught it
@@ -217,8 +215,8 @@ def _sampled(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return parameters[:: max(1, ceil_div(len(parameters), MAX_PARAMETERS))]
 
 
-def _gradients(optimizers: Sequence[Optimizer]) -> list[list[float]]:
-    return [_entries(_gradient(parameter)) for parameter in _sampled(optimizers)]
+def _gradients(optimizers: Sequence[Optimizer]) -> list[float]:
+    return [value for parameter in _sampled(optimizers) for value in _entries(_gradient(parameter))]
 
 
 def _gradient(parameter: Tensor) -> Tensor:
