@@ -18,11 +18,11 @@ from lockstep.audit.trace import Run
 from lockstep.cli.output import progress
 from lockstep.errors import UnsupportedError, many
 
-#: Of the output of a rank that fails because another one has ended.
+#: Output of a rank that fails because another one has ended.
 _VICTIM = re.compile(
     r"Connection closed by peer|[Cc]onnection reset|Timed? ?out|Broken pipe|DistNetworkError|recvBytes"
 )
-#: Findings of steps that are no consequence of ranks that part.
+#: Findings of steps that hold whether or not the ranks part.
 _OF_ONE_RANK = ("AUDIT_ZERO_GRAD", "AUDIT_CLIP_SCALED")
 
 
@@ -78,12 +78,15 @@ def _end_of(script: Script, run: Run, outcome: Outcome) -> list[Finding]:
             why=f"{record['site']}: `lockstep audit` starts the ranks, as torchrun does",
             fix="call the function of a rank directly, with RANK and WORLD_SIZE of the environment",
         )
-    # A signal after the script's end: a process group that was not destroyed, for example.
+    # A signal may come after the script's end, if a process group was not destroyed, for example.
     ended = [bool(rank.of("end")) for rank in run.ranks]
     failed = [rank for rank, code in enumerate(outcome.codes) if code > 0 or (code < 0 and not ended[rank])]
     unmatched = unmatched_calls(run, has_failed=bool(failed)) if run.size > 1 else None
-    is_explained = outcome.is_stuck or all(_VICTIM.search(outcome.outputs[rank]) for rank in failed)
-    if outcome.is_late or failed if unmatched is None else not is_explained:
+    if unmatched is None:
+        is_failure = outcome.is_late or bool(failed)
+    else:
+        is_failure = not outcome.is_stuck and not all(_VICTIM.search(outcome.outputs[rank]) for rank in failed)
+    if is_failure:
         raise script_failure(script, outcome, failed)
     if not run.records.of("step") and unmatched is None:
         raise UnsupportedError(
@@ -105,13 +108,13 @@ def _limits(runs: dict[int, Run], steps: int) -> Iterator[str]:
         conditions = {
             "the script reads no torch DataLoader: samples and random numbers are not seen": not passes,
             "the training data set is not a map-style Dataset: its samples cannot be counted": any(
-                walk.about["size"] is None for walk in passes if walk.trains
+                data_pass.about["size"] is None for data_pass in passes if data_pass.trains
             ),
             f"an epoch was ended after {steps} steps: samples dropped or repeated later are not seen": False in cuts,
             "the script was ended in its third epoch: its end is not seen": True in cuts,
             "shards, or calls within groups of ranks: weights and gradients are not compared": run.is_sharded,
             "an evaluation calls no loss of torch.nn.functional: its metrics are not judged": not all(
-                walk.trains or walk.records.of("eval_loss") for walk in passes if walk.batches
+                data_pass.trains or data_pass.records.of("eval_loss") for data_pass in passes if data_pass.batches
             ),
             "several optimizers: denominators and learning rates are not judged": not run.has_one_optimizer,
             f"the loss is not one mean or sum ({', '.join(unread)}): its denominator is not judged": bool(unread),

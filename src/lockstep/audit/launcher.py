@@ -18,11 +18,11 @@ from pathlib import Path
 from lockstep.audit.trace import Records
 from lockstep.errors import TaskError, UsageError, many
 
-#: How long ranks may run after another one has ended or waits elsewhere.
+#: Maximum time without a record of ranks that wait for each other.
 GRACE_S = 15.0
 _POLL_S = 0.2
 _LAUNCHERS = ("torchrun", "accelerate")
-#: Of the launchers; the name of the module follows.
+#: Options of the launchers that precede the name of a module.
 _MODULE_OPTIONS = ("-m", "--module")
 _BOOTSTRAP = Path(__file__).with_name("bootstrap")
 

@@ -11,7 +11,7 @@ Record = Mapping[str, Any]
 
 
 class Records(list[Record]):
-    """Records by rank, those of a rank in order."""
+    """Records in the order of ranks; those of a rank in the order of time."""
 
     def of(self, kind: str) -> Records:
         return Records(record for record in self if record["kind"] == kind)
@@ -24,20 +24,29 @@ class Records(list[Record]):
 
 
 class Pass:
-    """One pass of a rank over a loader, which ``about`` describes. Unknown indices are ``None``."""
+    """One pass of a rank over a loader.
+
+    Attributes:
+        about: the record of its begin, which describes the loader.
+        line: the line that makes the loader, else the one that reads it.
+        batches: indices of each batch; ``None``: unknown.
+        is_whole: whether all batches were read; if their number is unknown, whether the observer has not ended it.
+        indices: those of all batches, if they are known and all were read.
+        trains: whether it has backward passes.
+        draws: random states of its first samples, by worker.
+    """
 
     def __init__(self, records: Records) -> None:
         self.records = records
         self.about = records.of("pass")[0]
-        self.batches: list[list[int] | None] = [record["indices"] for record in records.of("batch")]
-        self.indices = None if None in self.batches else list(chain.from_iterable(filter(None, self.batches)))
-        length = self.about["batches"]
-        #: Whether all batches were read; if their number is unknown, whether the observer has not ended the pass.
-        self.is_whole = not records.of("cut") if length is None else len(self.batches) == length
-        self.draws = Records(sorted(records.of("draw"), key=lambda draw: (draw["worker"] or 0, draw["fetch"])))
-        self.trains = bool(records.of("backward"))
-        #: The line that makes the loader, else the one that reads it.
         self.line: str | None = self.about["made"] or self.about["site"]
+        self.batches: list[list[int] | None] = [record["indices"] for record in records.of("batch")]
+        length = self.about["batches"]
+        self.is_whole = not records.of("cut") if length is None else len(self.batches) == length
+        is_known = self.is_whole and None not in self.batches
+        self.indices = list(chain.from_iterable(filter(None, self.batches))) if is_known else None
+        self.trains = bool(records.of("backward"))
+        self.draws = Records(sorted(records.of("draw"), key=lambda draw: (draw["worker"] or 0, draw["fetch"])))
 
 
 class Run:
@@ -66,5 +75,8 @@ class Run:
         self.uses_lightning = bool(records.of("lightning"))
 
     def _passes_of_all(self, *, trains: bool) -> list[tuple[Pass, ...]]:
-        chosen = [[walk for walk in passes if walk.trains == trains and walk.batches] for passes in self.passes]
+        chosen = [
+            [data_pass for data_pass in passes if data_pass.trains == trains and data_pass.batches]
+            for passes in self.passes
+        ]
         return list(zip(*chosen, strict=False))

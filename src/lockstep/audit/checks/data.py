@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from lockstep.audit.findings import Finding, finding
 from lockstep.audit.trace import Pass, Record, Run
@@ -16,31 +16,31 @@ _SHUFFLING = _DIVIDING | {"RandomSampler", "SeedableRandomSampler"}
 
 def data_findings(run: Run) -> Iterator[Finding]:
     """Yield findings about the samples that ranks read."""
-    undivided = [_undivided(run, group) for group in run.training if run.size > 1]
+    undivided = [_undivided(run, passes) for passes in run.training if run.size > 1]
     yield from filter(None, undivided)
     is_divided = run.size > 1 and not any(undivided)
-    for group in [*(run.training if is_divided else []), *run.evaluations] if run.size > 1 else ():
-        yield from _uneven(run, group)
+    for passes in [*(run.training if is_divided else []), *run.evaluations] if run.size > 1 else ():
+        yield from _uneven(run, passes)
     yield from _same_order(run.training)
     yield from _same_numbers(run.training, is_divided=is_divided)
 
 
-def _is_shared(group: Sequence[Pass]) -> bool:
+def _is_shared(passes: Sequence[Pass]) -> bool:
     """Whether indices of all ranks mean samples of one data set."""
-    datasets = {(walk.about["dataset"], walk.about["size"]) for walk in group}
+    datasets = {(data_pass.about["dataset"], data_pass.about["size"]) for data_pass in passes}
     return len(datasets) == 1 and all(datasets.pop())
 
 
-def _undivided(run: Run, group: Sequence[Pass]) -> Finding | None:
-    """Return that the ranks read different splits, or all of them all samples."""
-    first = group[0]
+def _undivided(run: Run, passes: Sequence[Pass]) -> Finding | None:
+    """Find different splits on the ranks, or ranks that all read all samples."""
+    first = passes[0]
     size = first.about["size"]
-    subsets = {walk.about["subset"] for walk in group}
+    subsets = {data_pass.about["subset"] for data_pass in passes}
     if None not in subsets and len(subsets) > 1 and not _DIVIDING.isdisjoint(first.about["samplers"]):
         return finding("AUDIT_SPLIT_DIFFERS", first.line, {"size": size})
-    if not _is_shared(group) or not all(_covers_all(walk) for walk in group):
+    if not _is_shared(passes) or not all(_covers_all(data_pass) for data_pass in passes):
         return None
-    batches = [walk.batches[0] for walk in group]
+    batches = [data_pass.batches[0] for data_pass in passes]
     locals_of_ranks = run.steps[0].of("local").by("rank").values() if run.steps else ()
     gradients = [of_rank[0]["gradients"] for of_rank in locals_of_ranks]
     has_equal_gradients = len(gradients) == run.size == gradients.count(gradients[0])
@@ -49,27 +49,27 @@ def _undivided(run: Run, group: Sequence[Pass]) -> Finding | None:
     return finding("AUDIT_NO_SAMPLER", first.line, {"size": size, "ranks": run.size, "batches": batches})
 
 
-def _covers_all(walk: Pass) -> bool:
+def _covers_all(data_pass: Pass) -> bool:
     """Whether a loader, without replacement, has all samples of its data set in several batches."""
-    length = len(walk.batches[0] or ())
-    size = walk.about["size"]
-    return not walk.about["replaces"] and size > length > 0 and walk.about["batches"] * length > size - length
+    length = len(data_pass.batches[0] or ())
+    size = data_pass.about["size"]
+    return not data_pass.about["replaces"] and size > length > 0 and data_pass.about["batches"] * length > size - length
 
 
-def _uneven(run: Run, group: Sequence[Pass]) -> Iterator[Finding]:
-    """Yield samples of a pass that no rank reads, that several read, and those that a metric counts twice."""
-    first = group[0]
+def _uneven(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
+    """Find samples of a pass that no rank reads, that several read, or that a metric counts twice."""
+    first = passes[0]
     size = first.about["size"]
-    parts = [walk.indices for walk in group]
-    is_known = _is_shared(group) and None not in parts and all(walk.is_whole for walk in group)
-    has_all = all(len(set(part or ())) == size for part in parts)
-    if not is_known or first.about["replaces"] or (has_all and not first.trains):
+    parts = [data_pass.indices for data_pass in passes if data_pass.indices is not None]
+    if len(parts) < len(passes) or not _is_shared(passes) or first.about["replaces"]:
         return
-    counts = Counter(index for part in parts for index in part or ())
+    if not first.trains and all(len(set(part)) == size for part in parts):
+        return  # every rank evaluates all samples
+    counts = Counter(chain.from_iterable(parts))
     missing = sorted(set(range(size)) - counts.keys())
     repeated = sorted(index for index, count in counts.items() if count > 1)
-    is_padding = not _DIVIDING.isdisjoint(first.about["samplers"])
-    is_padding = is_padding and counts.total() - size <= len(group) * max(1, len(first.batches[0] or ()))
+    is_divided = not _DIVIDING.isdisjoint(first.about["samplers"])
+    is_padding = is_divided and counts.total() - size <= len(passes) * max(1, len(first.batches[0] or ()))
     evidence = {"size": size, "phase": "training" if first.trains else "evaluation"}
     if missing and not (first.trains and first.about["drops"]):
         yield finding("AUDIT_DROPPED", first.line, {**evidence, "number": len(missing), "indices": missing[:20]})
@@ -79,14 +79,14 @@ def _uneven(run: Run, group: Sequence[Pass]) -> Iterator[Finding]:
         yield finding("AUDIT_REPEATED", first.line, evidence)
     elif repeated and first.trains:
         yield finding("AUDIT_PADDED", first.line, evidence)
-    elif repeated and _counts_padding(run, group):
+    elif repeated and _counts_padding(run, passes):
         yield finding("AUDIT_EVAL_PADDED", first.about["site"], evidence)
 
 
-def _counts_padding(run: Run, group: Sequence[Pass]) -> bool:
+def _counts_padding(run: Run, passes: Sequence[Pass]) -> bool:
     """Whether calls of the ranks show that a metric counts the repeated samples."""
-    calls = [walk.records.of("call") for walk in group]
-    lengths = [len(walk.indices or ()) for walk in group]
+    calls = [data_pass.records.of("call") for data_pass in passes]
+    lengths = [len(data_pass.indices or ()) for data_pass in passes]
     has_counts = all(any(n in call["values"] for call in of_rank) for n, of_rank in zip(lengths, calls, strict=True))
     joins = [call for call in calls[0] if call["is_float"] and (run.uses_lightning or "all_gather" in call["name"])]
     return bool(has_counts or joins) and not any(call["trims"] for call in calls[0])
@@ -104,10 +104,10 @@ def _same_order(groups: Sequence[Sequence[Pass]]) -> Iterator[Finding]:
 
 
 def _same_numbers(groups: Sequence[Sequence[Pass]], *, is_divided: bool) -> Iterator[Finding]:
-    """Yield samples that draw equal random numbers: in workers, else in epochs and on ranks."""
-    for walk, *_ in groups:
-        for first, second in pairwise(walk.draws.by("worker").values()):
-            for of_workers in _alike("AUDIT_WORKERS_DRAW_ALIKE", walk.line, first, second):
+    """Find samples that draw equal random numbers: in workers, else in epochs and on ranks."""
+    for data_pass, *_ in groups:
+        for first, second in pairwise(data_pass.draws.by("worker").values()):
+            for of_workers in _alike("AUDIT_WORKERS_DRAW_ALIKE", data_pass.line, first, second):
                 yield of_workers
                 return  # on every rank and in every epoch, too
     for (before, *_), (after, *_) in pairwise(groups):
@@ -118,7 +118,7 @@ def _same_numbers(groups: Sequence[Sequence[Pass]], *, is_divided: bool) -> Iter
 
 
 def _alike(code: str, line: str | None, first: Sequence[Record], second: Sequence[Record]) -> Iterator[Finding]:
-    """Yield that some generators have equal states before all the samples of ``first`` and ``second``."""
+    """Find generators with equal states before all the samples of ``first`` and ``second``."""
     states = [draw["states"].items() & other["states"].items() for draw, other in zip(first, second, strict=False)]
     names = [{name for name, _ in equal} for equal in states]
     if names and (generators := sorted(set.intersection(*names))):
