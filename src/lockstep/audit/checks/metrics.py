@@ -48,9 +48,10 @@ def _means_of_means(passes: Sequence[Pass]) -> Iterator[Finding]:
     for means in (means_of_batches, means_of_ranks):
         reported = sum(means) / len(passes)
         calls = [_call_of(data_pass, mean) for data_pass, mean in zip(passes, means, strict=True)]
-        if abs(reported - right) > _SMALL * abs(right) and None not in calls:
+        first_call = calls[0]
+        if abs(reported - right) > _SMALL * abs(right) and first_call and None not in calls:
             evidence = {"reported": reported, "right": right, "counts": counts}
-            yield finding("AUDIT_EVAL_MEAN", calls[0] and calls[0]["site"], evidence)
+            yield finding("AUDIT_EVAL_MEAN", first_call["site"], evidence)
             return
 
 

@@ -113,9 +113,11 @@ def _digest(content: Any) -> str:
 
 def _generator_states() -> dict[str, str]:
     """Return the hash of the state of each global generator, by name."""
-    _, keys, *counters = np.random.get_state()
-    states = {"random": random.getstate(), "torch": torch.get_rng_state().tolist(), "numpy": (keys.tolist(), counters)}
-    return {name: _digest(state) for name, state in states.items()}
+    return {
+        "random": _digest(random.getstate()),
+        "torch": _digest(torch.get_rng_state().tolist()),
+        "numpy": _digest(np.random.get_state(legacy=False)),
+    }
 
 
 def content_hash(value: Any, depth: int = 3) -> str:
