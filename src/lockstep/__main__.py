@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def _open_standard_files() -> None:
-    """Where the caller has closed one (``>&-``) there is /dev/null: else the next file would get its number."""
+    """Open /dev/null where the caller has closed a standard file (``>&-``): else the next file gets its number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nothing = os.open(os.devnull, os.O_RDWR)

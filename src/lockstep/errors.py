@@ -36,7 +36,7 @@ _CONTROL = dict.fromkeys(
 
 
 def printable(text: str) -> str:
-    """``text`` for a terminal: names, errors and hosts of a run folder may have been written by anybody."""
+    """Escape ``text`` for a terminal: names, errors and hosts of a run folder may have been written by anybody."""
     return text.translate(_CONTROL)
 
 
@@ -62,7 +62,7 @@ class LockstepError(Exception):
         return partial(type(self), self.what, why=self.why, fix=self.fix), (), notes and {"__notes__": notes}
 
     def as_dict(self) -> dict[str, str]:
-        """The one JSON shape of an error: ``code``, ``message``, ``why``, ``fix``."""
+        """Return the one JSON shape of an error: ``code``, ``message``, ``why``, ``fix``."""
         return {"code": self.code, "message": self.what, "why": self.why, "fix": self.fix}
 
 
@@ -151,10 +151,10 @@ class NonFiniteError(RunError):
 
 
 def many(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``, ``2 processes``, ``2 epochs``."""
+    """Format a count: ``1 rank``, ``2 ranks``, ``2 processes``, ``2 epochs``."""
     return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith(("s", "x", "tch", "nch")) else "s")
 
 
 def gigabytes(size: float) -> float:
-    """Bytes to 1e9 bytes with one decimal: the unit of every memory figure that people see."""
+    """Convert bytes to 1e9 bytes with one decimal: the unit of every memory figure that people see."""
     return round(size / 1e9, 1)

@@ -153,13 +153,13 @@ _KNOWN = {
 
 
 def strategies() -> Mapping[str, StrategySpec]:
-    """All strategies by name: those of Lockstep, of installed packages, and registered ones."""
+    """Return all strategies by name: those of Lockstep, of installed packages, and registered ones."""
     _load()
     return _KNOWN
 
 
 def find_strategy(name: str) -> StrategySpec:
-    """The strategy of that name, or a :class:`ConfigError`."""
+    """Find the strategy of that name. Raises :class:`ConfigError`."""
     if name not in strategies():
         raise ConfigError(
             f"there is no strategy {name[:100]!r}",
@@ -170,7 +170,7 @@ def find_strategy(name: str) -> StrategySpec:
 
 
 def auto_strategy(ranks: int, *, fits: bool = True) -> str:
-    """What ``strategy: auto`` means; ``fits``: parameters, gradients and optimizer state have room on one device."""
+    """Choose for ``strategy: auto``; ``fits``: parameters, gradients and optimizer state fit on one device."""
     return "single" if ranks == 1 else "ddp" if fits else "fsdp"
 
 

@@ -16,7 +16,7 @@ from lockstep.errors import UnsupportedError
 
 
 def missing(library: str, name: object) -> UnsupportedError:
-    """The error for ``name`` that the installed version of ``library`` lacks."""
+    """Return the error for ``name`` that the installed version of ``library`` lacks."""
     return UnsupportedError(
         f"{library} {version(library)} lacks a private name that Lockstep uses: {name}",
         why="Lockstep was tested with other versions",
@@ -30,7 +30,7 @@ def run_exit_functions() -> None:
 
 
 def script_frame() -> FrameType | None:
-    """The frame of the script's top level, below the caller's; ``None``: another module's code was started."""
+    """Return the frame of the script's top level, below the caller's; ``None``: another module's code was started."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != ("<module>", "__main__"):
         frame = frame.f_back
@@ -38,7 +38,7 @@ def script_frame() -> FrameType | None:
 
 
 def has_returned(frame: FrameType | None) -> bool:
-    """Whether ``frame``, which has ended, ran to its end: else an exception has left it."""
+    """Return whether ``frame``, which has ended, ran to its end: else an exception has left it."""
     import dis
 
     return frame is None or dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

@@ -20,12 +20,12 @@ __all__ = ["FakeTensorMode", "TorchDispatchMode", "unset_fake_temporarily"]
 
 
 def is_mutable(operator: Any) -> bool:
-    """Whether an operator writes to its arguments."""
+    """Return whether an operator writes to its arguments."""
     return bool(operator._schema.is_mutable)
 
 
 def overload_packet(operator: Any) -> Any:
-    """What ``torch.utils.flop_counter`` knows an operator by."""
+    """Return the key of an operator in ``torch.utils.flop_counter``."""
     return operator._overloadpacket
 
 

@@ -25,7 +25,7 @@ def call_before(loop: Any, hook: str, action: Callable[[], bool | None]) -> None
 
 
 def optimizers_of(made: Any) -> tuple[list[Optimizer], list[Any]]:
-    """The optimizers, and the configurations of schedulers, in what ``configure_optimizers()`` returned."""
+    """Return the optimizers, and the configurations of schedulers, in what ``configure_optimizers()`` returned."""
     optimizers, schedulers, monitor = _configure_optimizers(made)
     return optimizers, _configure_schedulers_automatic_opt(schedulers, monitor)
 

@@ -18,7 +18,7 @@ class OpenCLI(LightningCLI):
         super()._run_subcommand(subcommand)
 
     def setting(self, name: str, *, instantiated: bool = False) -> Any:
-        """The value of the subcommand's setting; ``instantiated``: with objects in place of their arguments."""
+        """Return the value of the subcommand's setting; ``instantiated``: with objects in place of their arguments."""
         return self._get(self.config_init if instantiated else self.config, name)
 
     def parser_of(self, subcommand: str) -> LightningArgumentParser:

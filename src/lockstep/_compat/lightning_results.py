@@ -57,7 +57,7 @@ def end_names(trainer: Trainer) -> None:
 
 
 def evaluation_samplers(trainer: Trainer) -> list[Any]:
-    """The batch samplers of the evaluation that runs now, one for each loader."""
+    """Return the batch samplers of the evaluation that runs now, one for each loader."""
     combined = trainer._evaluation_loop._combined_loader
     return [] if combined is None else [getattr(loader, "batch_sampler", None) for loader in combined.flattened]
 

@@ -68,7 +68,7 @@ def amp_unscale_(gradients: list[Tensor], found_inf: Tensor, factor: Tensor) -> 
 
 
 def unscale_bfloat16_(gradients: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
-    """As :func:`amp_unscale_` for bfloat16, for which torch has no kernel on GPUs."""
+    """Unscale as :func:`amp_unscale_` does, in bfloat16, for which torch has no kernel on GPUs."""
     largest = foreach_norm([gradient for gradient in gradients if gradient.numel()], float("inf"))
     if largest:
         found_inf.logical_or_(~torch.stack(largest).isfinite().all())
@@ -80,7 +80,7 @@ def unscale_bfloat16_(gradients: list[Tensor], found_inf: Tensor, factor: Tensor
 
 
 def backward(total: Tensor, seed: Tensor) -> None:
-    """``total.backward(seed)`` without its checks of the seed, which import SymPy and cost as much as a small layer."""
+    """Call ``total.backward(seed)`` without checks of the seed, which import SymPy and cost a small layer's time."""
     if type(total) is not Tensor:
         total.backward(seed)
     else:
@@ -96,7 +96,7 @@ def saved(node: Any, name: str) -> Any:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same for tensors that share a storage, while it is alive."""
+    """Return a key that tensors with the same storage share, while it is alive."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
@@ -105,7 +105,7 @@ class ConvertedModule(nn.Module):
     """A module with a method that is called when ``to()`` and its relatives have replaced its tensors."""
 
     def converted(self) -> None:
-        """The parameters and buffers have another device or dtype."""
+        """React to another device or dtype of parameters and buffers."""
         raise NotImplementedError
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class ConvertedModule(nn.Module):
 
 
 def buffers_of(layer: nn.Module) -> MutableMapping[str, Tensor | None]:
-    """The buffers that ``layer`` itself registers, those that are ``None`` included; may be assigned to."""
+    """Return the buffers that ``layer`` itself registers, those that are ``None`` included; may be assigned to."""
     return layer._buffers if isinstance(layer._buffers, dict) else _ScriptedBuffers(layer)
 
 
@@ -133,7 +133,7 @@ class _ScriptedBuffers(UserDict[str, Any]):
 
 
 def unshared(buffer: Tensor) -> Tensor:
-    """``buffer``, or a copy of one in which elements share memory, as ``expand()`` makes it, which cannot be loaded."""
+    """Return ``buffer``, or a loadable copy of one in which elements share memory, as after ``expand()``."""
     if is_lazy(buffer) or buffer.is_meta or buffer.layout != torch.strided:
         return buffer
     repeats = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
@@ -141,7 +141,7 @@ def unshared(buffer: Tensor) -> Tensor:
 
 
 def is_spectral_norm(layer: nn.Module, attribute: str) -> bool:
-    """Whether a buffer belongs to spectral normalisation, as a parametrization or in the older form."""
+    """Return whether a buffer belongs to spectral normalisation, as a parametrization or in the older form."""
     older = attribute[-2:] in {"_u", "_v"} and hasattr(layer, attribute[:-2] + "_orig")
     return older or type(layer).__name__ == "_SpectralNorm"
 
@@ -166,12 +166,12 @@ def versions(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], lis
 
 
 def has_scaled(scaler: torch.amp.GradScaler) -> bool:
-    """Whether it has multiplied a loss."""
+    """Return whether it has multiplied a loss."""
     return getattr(scaler, "_scale", None) is not None
 
 
 def differ(before: tuple[list[Any], list[int]], after: tuple[list[Any], list[int]]) -> bool:
-    """Whether a tensor was replaced or written to between two calls of :func:`versions`."""
+    """Return whether a tensor was replaced or written to between two calls of :func:`versions`."""
     tensors_before, counters_before = before
     tensors_after, counters_after = after
     return counters_before != counters_after or any(map(is_not, tensors_before, tensors_after))
@@ -190,7 +190,7 @@ def guard_step(made: Any, before: Callable[..., None]) -> Callable[[], None]:
 
 
 def needs_own_step(made: Any) -> bool:
-    """Whether ``made.step()`` must be called: for its hooks, or a profiler that shows it."""
+    """Return whether ``made.step()`` must be called: for its hooks, or a profiler that shows it."""
     override = vars(made).get("step")
     return bool(
         len(made._optimizer_step_pre_hooks) > getattr(made, "_lockstep_guards", 0)
@@ -203,7 +203,7 @@ def needs_own_step(made: Any) -> bool:
 
 
 def has_scheduler(made: Optimizer) -> bool:
-    """Whether a scheduler of torch's was made for this optimizer."""
+    """Return whether a scheduler of torch's was made for this optimizer."""
     return hasattr(vars(made).get("step"), _WRAPPED)
 
 
@@ -213,7 +213,7 @@ def note_step(made: Optimizer) -> None:
 
 
 def takes_found_inf(made: Optimizer) -> bool:
-    """Whether the optimizer itself leaves out a step whose ``found_inf`` is 1."""
+    """Return whether the optimizer itself leaves out a step whose ``found_inf`` is 1."""
     return bool(getattr(made, "_step_supports_amp_scaling", False))
 
 
@@ -232,7 +232,7 @@ def take_step(made: Any) -> None:
 
 @contextmanager
 def compiler_not_imported() -> Iterator[None]:
-    """Optimizers made, saved or loaded inside do not import torch's compiler, which takes longer than many first steps.
+    """Make, save or load optimizers in the body without torch's compiler, whose import outlasts many first steps.
 
     torch imports it to keep it from compiling these methods; until it is imported, nothing is compiled.
     """
@@ -250,7 +250,7 @@ def compiler_not_imported() -> Iterator[None]:
 
 
 def use_deterministic_algorithms(mode: bool, *, warn_only: bool = False) -> None:
-    """As torch's, which imports its compiler to set a flag there: a second and more of every process.
+    """Set it without torch's function, which imports its compiler for a flag: a second and more of every process.
 
     A compiler that is imported later takes the flag from ``TORCHINDUCTOR_DETERMINISTIC``.
     """
@@ -316,7 +316,7 @@ def plain_name(name: str) -> str:
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
-    """``model`` without the wrappers that ``torch.compile(module)`` returns: compiled as by ``module.compile()``.
+    """Return ``model`` without the wrappers of ``torch.compile(module)``: compiled as by ``module.compile()``.
 
     Then names and types are those of the modules themselves. The wrappers inside are replaced.
     """
@@ -335,7 +335,7 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
 
 
 def has_compiled(model: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to the model or a part of it."""
+    """Return whether ``torch.compile`` was applied to the model or a part of it."""
     return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 
 
@@ -356,7 +356,7 @@ def fsdp_reduce_scatter() -> Any:
 
 
 def in_bad_fork() -> bool:
-    """Whether the process that this one is a fork of has asked the GPU, so that CUDA cannot be used here."""
+    """Return whether the process that this one is a fork of has asked the GPU, so that CUDA cannot be used here."""
     return bool(torch.cuda._is_in_bad_fork())
 
 
@@ -364,7 +364,7 @@ def in_bad_fork() -> bool:
 
 
 def choose_gpu_again(index: int) -> None:
-    """As ``torch.cuda.set_device``, which takes memory of a GPU that this process has not used so far."""
+    """Choose it without ``torch.cuda.set_device``, which takes memory of a GPU that was not used so far."""
     torch.cuda._maybe_exchange_device(index)
 
 
@@ -376,7 +376,7 @@ def worker_processes(iterator: Any) -> list[Any]:
 
 
 def child_handler_set(value: bool | None = None) -> bool:
-    """Whether ``DataLoader`` has installed its handler of SIGCHLD; ``value`` sets its flag."""
+    """Return whether ``DataLoader`` has installed its handler of SIGCHLD; ``value`` sets its flag."""
     from torch.utils.data._utils import signal_handling
 
     before: bool = signal_handling._SIGCHLD_handler_set
@@ -386,7 +386,7 @@ def child_handler_set(value: bool | None = None) -> bool:
 
 
 def pinned(batch: Any) -> Any:
-    """``batch`` with its tensors in page-locked memory, as ``DataLoader(pin_memory=True)`` makes it."""
+    """Return ``batch`` with its tensors in page-locked memory, as ``DataLoader(pin_memory=True)`` makes it."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(batch)

@@ -15,7 +15,7 @@ __all__ = ["Metric", "MetricCollection"]
 
 @contextlib.contextmanager
 def without_sync() -> Iterator[None]:
-    """Inside, every metric computes from its local states, without a collective."""
+    """Make every metric compute from its local states in the body, without a collective."""
     sync = Metric.sync
     Metric.sync = lambda *arguments, **named: None  # type: ignore[method-assign]
     try:
@@ -26,7 +26,7 @@ def without_sync() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unequal_lists() -> Iterator[None]:
-    """Inside, list states without a reduction may have other lengths on each rank; torchmetrics fails or waits."""
+    """Allow list states without a reduction other lengths on each rank; torchmetrics fails or waits."""
     from torchmetrics.detection.mean_ap import MeanAveragePrecision
 
     sync = Metric._sync_dist
@@ -59,26 +59,26 @@ def unequal_lists() -> Iterator[None]:
 
 
 def _joined(values: list[Any], group: Any = None) -> list[Any]:
-    """The lists of all ranks, one after the other. Collective."""
+    """Return the lists of all ranks, one after the other. Collective."""
     ranks: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(ranks, values, group)
     return [value for rank in ranks for value in rank]
 
 
 def mark_updated(metric: Metric) -> None:
-    """``compute()`` does not warn that ``metric`` was never updated."""
+    """Keep ``compute()`` from warning that ``metric`` was never updated."""
     metric._update_count = max(1, metric._update_count)
 
 
 def metrics_by_name(metrics: Any) -> dict[str, Metric]:
-    """The metrics of torchmetrics in ``metrics`` by the names of their values; none of another object."""
+    """Return the metrics of torchmetrics in ``metrics`` by the names of their values; none of another object."""
     if isinstance(metrics, MetricCollection):
         return dict(metrics.items(copy_state=False))
     return {type(metrics).__name__: metrics} if isinstance(metrics, Metric) else {}
 
 
 def grouped_by_chance(metrics: Any) -> list[tuple[str, str]]:
-    """Pairs of a ``MetricCollection(compute_groups=True)`` whose states may be equal at first, and differ later.
+    """Return pairs of a ``MetricCollection(compute_groups=True)`` whose states may be equal at first, and differ later.
 
     Metrics that share the code of ``update`` and the settings that both have always have equal states.
     """
@@ -92,7 +92,7 @@ def grouped_by_chance(metrics: Any) -> list[tuple[str, str]]:
 
 
 def _updates_alike(metric: Metric, other: Metric) -> bool:
-    """Whether both have the same ``update``, and the settings that both have are equal."""
+    """Return whether both have the same ``update``, and the settings that both have are equal."""
     settings = {name: value for name, value in vars(metric).items() if not name.startswith("_") and not callable(value)}
     shared = settings.keys() & vars(other).keys() - metric._defaults.keys()
     return type(metric).update is type(other).update and all(

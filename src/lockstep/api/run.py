@@ -46,7 +46,7 @@ class Run:
 
     @classmethod
     def _ended(cls, result: RunResult, task: Task | type[Task] | str | None) -> Run:
-        """The run of an attempt that has ended in this process."""
+        """Return the run of an attempt that has ended in this process."""
         run = cls.__new__(cls)
         run._dir = RunDir(result.run_dir)
         run._task = None if isinstance(task, str) else task
@@ -175,7 +175,7 @@ class Run:
         checkpoint: str | int = "best",
         task: Task | type[Task] | None = None,
     ) -> dict[str, Any]:
-        """Metrics of a checkpoint, such as ``{"test_loss": 0.3}``: the same on any number of devices.
+        """Compute metrics of a checkpoint, such as ``{"test_loss": 0.3}``: the same on any number of devices.
 
         Args:
             data: ``train``, ``val`` or ``test`` of the run; a file, for a task with ``evaluation_data``; or a data set
@@ -202,7 +202,7 @@ class Run:
         checkpoint: str | int = "best",
         task: Task | type[Task] | None = None,
     ) -> Any:
-        """The model's prediction for each sample, in the order of ``data``: a frame of pandas.
+        """Predict each sample, in the order of ``data``: a frame of pandas.
 
         Its columns are ``index``, those of ``Task.predict``, and ``file``, if the data set has ``names``.
 
@@ -259,7 +259,7 @@ class Run:
         return Path(out)
 
     def load_model(self, checkpoint: str | int = "best", *, task: Task | type[Task] | None = None) -> nn.Module:
-        """The model with the weights of a checkpoint, on the CPU, in evaluation mode.
+        """Load the model with the weights of a checkpoint, on the CPU, in evaluation mode.
 
         Args:
             checkpoint: ``best``, ``last`` or a step.

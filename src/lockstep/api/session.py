@@ -167,7 +167,7 @@ class Session(Loop):
     # The loop.
 
     def epochs(self, number: int | None = None) -> Iterator[int]:
-        """The epochs of the run, from 0; a run that is resumed begins with the one that it was in. Collective.
+        """Yield the epochs of the run, from 0; a run that is resumed begins with the one that it was in. Collective.
 
         At the end of each one its row is written and a checkpoint saved.
 
@@ -188,7 +188,7 @@ class Session(Loop):
         return self._walk_epochs(0 if self._over else self._epochs)
 
     def once(self, make: Callable[..., T], *arguments: Any) -> T:
-        """What ``make(*arguments)`` returns, made once in this epoch: rollouts, pseudo-labels, hard negatives.
+        """Return what ``make(*arguments)`` returns, made once in this epoch: rollouts, pseudo-labels, hard negatives.
 
         Checkpoints within the epoch have it, so that a resume does not make it again, with other weights. The order of
         its calls in an epoch must stay.
@@ -208,7 +208,7 @@ class Session(Loop):
         collate: Callable[[Sequence[Any]], Any] | None = None,
         weights: Any = None,
     ) -> Iterator[Any]:
-        """This rank's part of each global batch of ``dataset``, on its device; the order is the same for any ranks.
+        """Yield this rank's part of each global batch of ``dataset``, on its device: in one order for any ranks.
 
         The last, smaller batch is split over the ranks as well. A rank for which nothing is left gets a sample that
         counts nothing, so that all ranks run the body equally often.
@@ -237,7 +237,7 @@ class Session(Loop):
         return self._walk(number, dataset, accumulate, collate, weights)
 
     def updates(self, number: int) -> Iterator[int]:
-        """The updates of an epoch whose loop has its rows, from 0; a resume begins with the next one.
+        """Yield the updates of an epoch whose loop has its rows, from 0; a resume begins with the next one.
 
         Off-policy learning, for example::
 
@@ -263,7 +263,7 @@ class Session(Loop):
         return self._walk_updates(loop, number)
 
     def part(self, rows: T) -> Iterator[T]:
-        """This rank's part of ``rows``, on its device, for one step, in a loop over :meth:`updates`. Collective.
+        """Yield this rank's part of ``rows``, on its device, for one step, in a loop over :meth:`updates`. Collective.
 
         As of :meth:`batches`, the body runs once for each micro-batch: ``training.accumulate``, ``batch_size``, lanes.
 
@@ -339,7 +339,7 @@ class Session(Loop):
         return self._running("reduce").reduce_only(optimizer)
 
     def again(self) -> Iterator[Any]:
-        """The micro-batches of this step once more, in the body of the last one, for algorithms with two passes.
+        """Yield the micro-batches of this step once more, in the body of the last one, for algorithms with two passes.
 
         SAM with ``accumulate``::
 
@@ -359,7 +359,7 @@ class Session(Loop):
         return self._current_feed().again()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The run's precision, for the forward pass; nothing for 32."""
+        """Return the run's precision, for the forward pass; nothing for 32."""
         return self._prepared.autocast()
 
     @property
@@ -398,7 +398,7 @@ class Session(Loop):
         batch_size: int | None = None,
         collate: Callable[[Sequence[Any]], Any] | None = None,
     ) -> Iterator[tuple[Any, ...]]:
-        """The rows of ``predict(batch)`` for each batch of ``dataset``: every sample once, in index order. Collective.
+        """Yield the rows of ``predict(batch)`` by batch of ``dataset``: each sample once, in index order. Collective.
 
         Every rank predicts a part, and gets the rows of all, so that each can compute the same metric. Modules are in
         evaluation mode, and nothing has a gradient.
@@ -433,7 +433,7 @@ class Session(Loop):
     # Between ranks.
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks in rank order, [n_r, ...] → [Σ n_r, ...], with a gradient. Collective.
+        """Concatenate the rows of all ranks in rank order, [n_r, ...] → [Σ n_r, ...], with a gradient. Collective.
 
         Ranks may have different numbers of rows. :attr:`rows` is the place of this rank's samples among them. Refused
         in the body of an exact run's loop, where each lane is computed alone.
@@ -452,7 +452,7 @@ class Session(Loop):
     def all_reduce(self, value: Tensor, operation: Literal["sum", "mean", "min", "max"] = "sum") -> Tensor: ...
 
     def all_reduce(self, value: Any, operation: Literal["sum", "mean", "min", "max"] = "sum") -> Any:
-        """``value`` reduced over ranks: a number, or a tensor of one shape; ``sum`` and ``mean`` have a gradient."""
+        """Reduce a number, or a tensor of one shape, over ranks; ``sum`` and ``mean`` have a gradient."""
         if not isinstance(value, Tensor):
             return getattr(self._ranks, operation)(float(value))[0]
         if self.size == 1:
@@ -461,15 +461,15 @@ class Session(Loop):
         return reduce_tensor(value, operation)
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """``source``'s value on every rank: anything that can be pickled. Collective."""
+        """Return ``source``'s value on every rank: anything that can be pickled. Collective."""
         return cast(T, self._ranks.broadcast(value, source))
 
     def main_first(self, *, per_node: bool = False) -> AbstractContextManager[None]:
-        """Rank 0 (or the first one of each node) runs the body before the others: a download, for example."""
+        """Run the body on rank 0 (or the first one of each node) before the others: a download, for example."""
         return cast(AbstractContextManager[None], self._ranks.main_first(per_node=per_node))
 
     def print(self, *values: Any, **options: Any) -> None:
-        """``print`` on rank 0 alone."""
+        """Print on rank 0 alone."""
         if self.is_main:
             print(*values, **options)
 
@@ -506,7 +506,7 @@ class Session(Loop):
         self.close(error)
 
     def _on_exit(self, status: Any = None, /) -> NoReturn:
-        """``sys.exit()``, whose status is not known when Python ends."""
+        """Handle ``sys.exit()``, whose status is not known when Python ends."""
         if threading.current_thread() is threading.main_thread():
             self._exits = SystemExit(status)
         self._exit(status)

@@ -51,7 +51,7 @@ class Settings(TypedDict, total=False):
 
 
 def mapping_of(config: RunConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with ``settings`` over it, as nested mappings of plain values.
+    """Return ``config`` with ``settings`` over it, as nested mappings of plain values.
 
     Raises:
         ConfigError: an unknown keyword.
@@ -65,7 +65,7 @@ def mapping_of(config: RunConfig | Mapping[str, Any] | None, settings: Mapping[s
 
 
 def weights_folder(ref: str, runs_dir: Path) -> str:
-    """A folder as it is; else the folder of the run that ``ref`` means. Raises :class:`RunFolderError`.
+    """Return ``ref`` if it is a folder, else the folder of the run that it names. Raises :class:`RunFolderError`.
 
     Of a mirror, it is a copy with the best weights.
     """

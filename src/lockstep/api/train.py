@@ -63,7 +63,7 @@ def plan(
     config: RunConfig | Mapping[str, Any] | None = None,
     **settings: Unpack[Settings],
 ) -> Plan:
-    """Every decision that :func:`train` would make with the same arguments, and its reason; starts nothing.
+    """Return every decision that :func:`train` would make with the same arguments, and its reason; starts nothing.
 
     Example::
 
@@ -114,7 +114,7 @@ def verify(
 
 
 def _named(task: Task | type[Task] | str | None, config: Mapping[str, Any]) -> Task | type[Task] | str:
-    """The task, or the one that ``config`` names. Raises :class:`TaskError`: neither of them."""
+    """Return the task, or the one that ``config`` names. Raises :class:`TaskError`: neither of them."""
     section = config.get("task")
     task = task or (section.get("name") if isinstance(section, Mapping) else None)
     if task is None:

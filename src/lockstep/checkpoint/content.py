@@ -211,7 +211,7 @@ def open_pieces(paths: Sequence[Path], aliases: Mapping[str, str]) -> dict[str, 
 
 
 def read_content(folder: Path, manifest: Manifest, in_pieces: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Model and training state of a checkpoint; ``in_pieces``: the tensors of shards are :class:`Pieces`.
+    """Read model and training state of a checkpoint; ``in_pieces``: the tensors of shards are :class:`Pieces`.
 
     Raises:
         CheckpointError: they cannot be read.
@@ -244,7 +244,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[str]:
-    """A name of the file in the block: torch and safetensors take none with bytes that are not UTF-8."""
+    """Yield a name of the file for torch and safetensors, which take none with bytes that are not UTF-8."""
     with path.open("rb") as file:
         yield f"/proc/self/fd/{file.fileno()}"
 

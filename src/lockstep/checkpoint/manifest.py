@@ -54,7 +54,7 @@ class Manifest:
         return 0 if MODEL in self.files else (sum(not is_frozen(name) for name in self.files) - 1) // 2
 
     def as_json(self) -> dict[str, Any]:
-        """The content of the file. ``checksum`` is the hash of all the rest."""
+        """Return the content of the file. ``checksum`` is the hash of all the rest."""
         taken = _OWN_KEYS & self.extra.keys()
         assert not taken, f"reserved keys of the manifest: {taken}"
         content = {

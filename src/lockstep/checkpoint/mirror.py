@@ -25,7 +25,7 @@ _LOOK_S = 2.0
 
 
 def mirrored_record(url: str) -> RunRecord:
-    """The record of the run at ``url``. Raises :class:`RunFolderError`: there is none, or it cannot be read."""
+    """Return the record of the run at ``url``. Raises :class:`RunFolderError`: there is none, or it cannot be read."""
     with reaching(url):
         record = Remote(url).record()
     if record is None:

@@ -102,12 +102,12 @@ class CheckpointStore:
     # Reading. Errors are CheckpointError: missing or broken, with the file, and how.
 
     def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, whole or broken, ascending. Raises :class:`RunFolderError`."""
+        """Return steps of which there is a checkpoint, whole or broken, ascending. Raises :class:`RunFolderError`."""
         steps = {step_in(name.removesuffix(REPLACED)) for name in names_in(self.folder)}
         return sorted(step for step in steps if step is not None)
 
     def listed(self) -> list[dict[str, Any]]:
-        """The checkpoints, ascending: step, folder, and whether it is the ``last`` and the ``best``; none is opened."""
+        """List the checkpoints, ascending, without opening them: step, folder, whether ``last``, whether ``best``."""
         marks = {mark: self.step_of(mark) for mark in ("last", "best")}
         return [
             {"step": step, "path": str(self.path_of(step)), **{mark: step == at for mark, at in marks.items()}}
@@ -119,7 +119,7 @@ class CheckpointStore:
         return self.folder / folder_name(step)
 
     def step_of(self, pointer: str) -> int | None:
-        """The step that ``last`` or ``best`` means; ``None`` for other words, and when there is no such checkpoint.
+        """Return the step that ``last`` or ``best`` means; ``None`` for other words, or without such a checkpoint.
 
         A copy of the folder that followed links has the whole checkpoint in place of the link.
         """
@@ -150,7 +150,7 @@ class CheckpointStore:
         return self._read(step, lambda folder: _snapshot(folder, _verified(folder)))
 
     def open(self, step: int) -> Snapshot:
-        """As :meth:`load`, but the tensors of shards are :class:`.Pieces`, and hashes are not compared.
+        """Open as :meth:`load` does, but shards' tensors are :class:`.Pieces`, and hashes are not compared.
 
         For ranks of which one has verified the checkpoint, while no process writes.
         """

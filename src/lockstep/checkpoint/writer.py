@@ -41,7 +41,7 @@ class HostBuffers:
         self.copied: torch.cuda.Event | None = None
 
     def copy(self, state: Any, steady: Steady | None = None) -> Any:
-        """``state`` with every tensor replaced by a contiguous CPU tensor that nothing else writes to.
+        """Return ``state`` with every tensor replaced by a contiguous CPU tensor that nothing else writes to.
 
         Mappings become dicts, lists and tuples keep their kind, other values are deep-copied. Tensors
         that are the same memory (tied weights) stay so. CUDA tensors go through page-locked memory, all
@@ -139,7 +139,7 @@ class BackgroundWriter:
         return self._buffers.copied
 
     def to_host(self, state: Any, steady: Steady | None = None) -> Any:
-        """A copy of ``state`` in host memory that is used again: give it to :meth:`submit` before the next call.
+        """Copy ``state`` to host memory that is used again: give it to :meth:`submit` before the next call.
 
         Waits for a save in flight, whose memory it is. See :meth:`HostBuffers.copy`.
         """
@@ -273,7 +273,7 @@ class ShardedStore(CheckpointStore):
         return self.path_of(step)
 
     def retain(self, keep: Collection[int]) -> None:
-        """As the base's, by the first rank."""
+        """Retain as the base does, by the first rank."""
         if self._is_main:
             super().retain(keep)
 

@@ -222,7 +222,7 @@ def _fail(error: LockstepError) -> int:
 
 
 def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
-    """The parser's complaint in the form of all our errors."""
+    """Convert the parser's complaint to the form of all our errors."""
     error.verbose = False
     if isinstance(error, UnusedCliTokensError):
         unused = error.unused_tokens or ()

@@ -32,12 +32,12 @@ DEFAULT_RUNS_DIR = Path("runs")
 
 
 def flag(help: str, metavar: str | None = None, **more: Any) -> Parameter:
-    """A parameter with its text on the help page; a switch has no ``--no-`` form."""
+    """Make a parameter with its text on the help page; a switch has no ``--no-`` form."""
     return Parameter(help=help, metavar=metavar, **{"negative": "", **more})
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """One document; numbers that JSON does not have become null."""
+    """Print one document; numbers that JSON does not have become null."""
     from lockstep.rundir.files import plain
 
     sys.stdout.write(json.dumps(plain(document), indent=2) + "\n")
@@ -52,12 +52,12 @@ def answer(document: Mapping[str, Any], show: Callable[[TextIO], object], as_jso
 
 
 def print_values(values: Iterable[tuple[str, object]], stream: TextIO, *, title: str = "") -> None:
-    """A table of names and values."""
+    """Print a table of names and values."""
     print_table((title, ""), [(name, value_text(value)) for name, value in values], stream)
 
 
 def report_folder(mapping: dict[str, Any], kind: str) -> Path:
-    """Where a measuring verb's report goes: ``save_dir``, which is taken out of the settings, or a new folder."""
+    """Return the folder of a measuring verb's report: ``save_dir``, taken out of the settings, or a new one."""
     from lockstep.rundir.files import check_place
 
     runs_dir = Path(mapping.get("runs_dir", DEFAULT_RUNS_DIR))
@@ -74,7 +74,7 @@ def deliver(
     show: Callable[[Any, TextIO], None],
     as_json: bool,
 ) -> int:
-    """``write`` a measuring verb's report to ``folder``, then print it as JSON or ``show`` it; its exit code.
+    """Call ``write`` to write a report to ``folder``; print it as JSON or ``show`` it. Returns its exit code.
 
     Raises:
         StorageError: it could not be written; it was printed all the same.
@@ -99,7 +99,7 @@ def progress(line: str, doing: str = "measuring") -> None:
 
 
 def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> None:
-    """What, why and fix. Under torchrun or srun every rank fails alike: all but the first print one line."""
+    """Print what, why and fix. Under torchrun or srun every rank fails alike: all but the first print one line."""
     if rank != "0":
         fix = f" (fix: {error.fix})" if error.fix else ""  # the first rank may be ended before it prints
         say(f"rank {rank}: error: {' '.join(error.what.split())}{fix}", stream)
@@ -109,7 +109,7 @@ def print_error(error: LockstepError, stream: TextIO, *, rank: str = "0") -> Non
 
 
 def verb(usage: str, epilogue: str | None = None) -> Callable[[Callable[..., Any]], App]:
-    """The app of a command, made from the function of that name; the line under ``usage`` is in ``cli/main.py``."""
+    """Make the app of a command from the function of that name; the line under ``usage`` is in ``cli/main.py``."""
 
     def made(function: Callable[..., Any]) -> App:
         name = function.__name__
@@ -121,7 +121,7 @@ def verb(usage: str, epilogue: str | None = None) -> Callable[[Callable[..., Any
 
 
 def find(ref: str, runs_dir: Path) -> RunDir:
-    """The run that ``ref`` means. Raises :class:`~lockstep.errors.RunFolderError`."""
+    """Find the run that ``ref`` means. Raises :class:`~lockstep.errors.RunFolderError`."""
     from lockstep.rundir.summary import find_run
 
     return find_run(ref, runs_dir)

@@ -107,12 +107,12 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _done_of(done: int | None, total: int | None) -> str:
-    """``3/10``; empty when nothing is done."""
+    """Format progress as ``3/10``; empty when nothing is done."""
     return "" if done is None else f"{done}/{total}" if total else str(done)
 
 
 def _local_time(text: str | None) -> str:
-    """``2026-01-31 14:05:09`` in this machine's time zone, from an ISO time."""
+    """Convert an ISO time to ``2026-01-31 14:05:09`` in this machine's time zone."""
     return datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S") if text else ""
 
 
@@ -142,7 +142,7 @@ def _describe(run: RunDir) -> dict[str, Any]:
 
 
 def _job(run: RunDir) -> str | None:
-    """The job that an engine has for the run, and its state."""
+    """Return the job that an engine has for the run, and its state."""
     from lockstep.errors import UsageError
     from lockstep.launch.engines.record import handle_of, was_submitted_here
     from lockstep.launch.engines.spec import find_engine

@@ -24,7 +24,7 @@ def weights_flag(purpose: str) -> Parameter:
 
 
 def open_checkpoint(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, str | int]:
-    """The run, and its checkpoint: ``best``, ``last`` or the number of a step."""
+    """Return the run, and its checkpoint: ``best``, ``last`` or the number of a step."""
     step = int(checkpoint) if checkpoint.isascii() and checkpoint.isdigit() else None
     if step is None and checkpoint not in {"best", "last"}:
         raise UsageError(

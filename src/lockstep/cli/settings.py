@@ -64,7 +64,7 @@ def _flag(kind: Any, group: Group, help: str, metavar: str | None = None) -> Any
 
 
 def _of_setting(name: str, group: Group) -> Any:
-    """A flag with the type, the description and the default of its setting."""
+    """Make a flag with the type, the description and the default of its setting."""
     section, _, key = SHORT_NAMES[name].rpartition(".")
     model: Any = RunConfig.model_fields[section].annotation if section else RunConfig
     field = model.model_fields[key]
@@ -154,17 +154,17 @@ def refuse_arguments(task: str | None, arguments: Sequence[str]) -> None:
 
 
 def flag_table() -> dict[str, str]:
-    """Every flag that stands for one setting, and that setting's key: ``{"--epochs": "training.epochs", …}``."""
+    """Return every flag that stands for one setting, and that setting's key: ``{"--epochs": "training.epochs", …}``."""
     return {f"--{name.replace('_', '-')}": key for name, key in SHORT_NAMES.items()}
 
 
 def all_flags() -> list[str]:
-    """Every flag of :class:`Settings`, aliases included."""
+    """Return every flag of :class:`Settings`, aliases included."""
     return ["--" + name.replace("_", "-") for name in _FLAGS]
 
 
 def to_mapping(settings: Settings, task: str | None) -> tuple[str, dict[str, Any]]:
-    """The task's name, and the nested settings that files, ``--set`` and flags give, later over earlier.
+    """Return the task's name, and the nested settings that files, ``--set`` and flags give, later over earlier.
 
     Raises:
         UsageError: no task, or flags that contradict each other.

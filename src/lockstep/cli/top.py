@@ -49,7 +49,7 @@ def top(
 
 @contextlib.contextmanager
 def _looking(ref: str | None, runs_dir: Path) -> Iterator[Callable[[], State]]:
-    """A function that returns the current state: of a run, or of this machine's devices."""
+    """Make a function that returns the current state: of a run, or of this machine's devices."""
     if ref is not None:
         from lockstep.rundir.summary import live_state
 
@@ -121,7 +121,7 @@ def _of_run(run: State) -> list[tuple[str, ...]]:
 
 
 def rank_rows(state: State) -> list[tuple[str, ...]]:
-    """The rows of :data:`RANK_COLUMNS`; ``state``: a row of ``ranks.jsonl``."""
+    """Return the rows of :data:`RANK_COLUMNS`; ``state``: a row of ``ranks.jsonl``."""
     return [
         (
             f"rank {rank['rank']}",
@@ -154,7 +154,7 @@ def _of_host(node: State) -> tuple[str, ...]:
 
 
 def _text(value: float | None, form: str, unit: str = "", limit: float | None = None, factor: float = 1) -> str:
-    """``71.2/80.0 GB``; empty where the value is not known."""
+    """Format memory as ``71.2/80.0 GB``; empty where the value is not known."""
     if value is None:
         return ""
     text = f"{value * factor:{form}}" + (f"/{limit:{form}}" if limit is not None else "")

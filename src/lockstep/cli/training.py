@@ -27,7 +27,7 @@ _last = partial(flag, allow_repeating=True)  # of several, the last one
 
 
 def _submit_flags() -> type[Any]:
-    """The class of the flags that submit a job: of every engine, and those of each; ``None`` where one is not given."""
+    """Make the class of the flags that submit a job: of every engine, and of each; absent ones are ``None``."""
     summaries = "; ".join(f"{name}: {spec.summary}" for name, spec in engines().items())
     names = Literal[tuple(engines())]  # type: ignore[valid-type]
     gpus = "GPUs on each node, a rank each: 4, or a100:4. Default: none."

@@ -488,5 +488,5 @@ class RunConfig(Section):
         return self
 
     def recomputes_activations(self, strategy: str) -> bool:
-        """Whether blocks are computed again in the backward pass, with the strategy of this name."""
+        """Return whether blocks are computed again in the backward pass, with the strategy of this name."""
         return self.training.activation_checkpointing or (strategy == "fsdp" and self.fsdp.activation_checkpointing)

@@ -64,7 +64,7 @@ class ArrayDataset:
         return self.tensors[0].is_cuda
 
     def to(self, device: torch.device) -> ArrayDataset:
-        """The same samples, with their arrays on ``device``."""
+        """Return the same samples, with their arrays on ``device``."""
         return ArrayDataset(*(tensor.to(device) for tensor in self.tensors))
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class ArrayDataset:
         return tuple(tensor[index] for tensor in self.tensors)
 
     def __getitems__(self, indices: Indices) -> tuple[Tensor, ...]:
-        """The samples at ``indices`` (each in [0, len)) as one batch: a tensor of shape ``(n, …)`` per array."""
+        """Return the samples at ``indices`` (each in [0, len)) as one batch: a tensor of shape ``(n, …)`` per array."""
         if isinstance(indices, Tensor):
             rows = indices.to(torch.int64)
         else:
@@ -127,7 +127,7 @@ class FrameRows:
             check_list(column.tolist(), f"the column {name!r}")
 
     def gathered(self, indices: Positions) -> dict[Any, Tensor]:
-        """The batch that ``default_collate`` makes of the samples ``indices``."""
+        """Return the batch that ``default_collate`` makes of the samples ``indices``."""
         rows = torch.from_numpy(indices)
         return {name: tensor.index_select(0, rows) for name, tensor in self._tensors.items()}
 
@@ -172,7 +172,7 @@ def is_loader(problem: str, loader: DataLoader[Any], fix: str) -> TaskError:
 
 
 def by_row(dataset: Any) -> Any:
-    """``dataset``; of a frame of pandas, polars or pyarrow, whose ``[i]`` is a column, its rows.
+    """Return ``dataset``, or the rows of a frame of pandas, polars or pyarrow, whose ``[i]`` is a column.
 
     Raises:
         DataError: something else with a length and items: a text, or a group of arrays. TaskError: a loader.
@@ -255,7 +255,7 @@ def _by_row(column: Any, has_gaps: bool) -> npt.NDArray[Any]:
 
 
 def _is_mapped(array: Any) -> bool:
-    """Whether a NumPy array is, or is a view of, a map of a file."""
+    """Return whether a NumPy array is, or is a view of, a map of a file."""
     while array is not None and not isinstance(array, mmap.mmap):
         array = getattr(array, "base", None)
     return array is not None

@@ -105,7 +105,7 @@ def _fetch(url: str, part: Path, attempts: int, backoff_s: float) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Compute the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -49,7 +49,7 @@ class HandedOver:
 
 
 def handed_over(batch: Any) -> HandedOver | LockstepError:
-    """``batch`` as a loader worker returns it, or the error that its rank raises."""
+    """Return ``batch`` as a loader worker returns it, or the error that its rank raises."""
     try:
         return HandedOver(batch)
     except Exception as error:
@@ -57,7 +57,7 @@ def handed_over(batch: Any) -> HandedOver | LockstepError:
 
 
 def received(value: Any) -> Any:
-    """The batch that a loader returns; raises the :class:`LockstepError` of its worker."""
+    """Unpack the batch that a loader returns, or raise the :class:`LockstepError` of its worker."""
     if isinstance(value, LockstepError):
         raise value
     return value.batch() if isinstance(value, HandedOver) else value
@@ -85,7 +85,7 @@ class HandingCollate:
 
 @contextmanager
 def short_path(folder: str | Path) -> Iterator[str]:
-    """A path to ``folder`` for Unix sockets, while it is open: short, for this user's other processes as well."""
+    """Yield a path to ``folder`` for Unix sockets: short, for this user's other processes as well."""
     if len(os.fsencode(folder)) + _SOCKET_NAME <= MAX_SOCKET_PATH or not Path("/proc/self/fd").exists():
         yield str(folder)
         return

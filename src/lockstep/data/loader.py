@@ -51,7 +51,7 @@ def make_loader(
     largest: int,
     settled: Settled = lambda workers, text: None,
 ) -> Generator[Any, None, None]:
-    """The batch of every request, in order, loaded as the plan asks; it may be closed at any time.
+    """Yield the batch of every request, in order, loaded as the plan asks; it may be closed at any time.
 
     Args:
         largest: samples of the largest request that is to be expected.
@@ -91,7 +91,7 @@ IN_PLACE_BYTES = 2**17
 
 
 def _groups(source: Source, requests: Iterable[BatchRequest]) -> Iterator[list[BatchRequest]]:
-    """``requests`` by gather: one at first, so that the first step need not wait, then more, of one epoch.
+    """Group ``requests`` by gather: one at first, so that the first step need not wait, then more, of one epoch.
 
     So the next epoch has changes that are made to the tensors between two epochs.
     """
@@ -106,7 +106,7 @@ def _groups(source: Source, requests: Iterable[BatchRequest]) -> Iterator[list[B
 def _in_place(
     source: Source, requests: Iterable[BatchRequest], finish: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    """Batches made in the training thread, each when it is asked for; small ones of arrays several at a time."""
+    """Yield batches made in the training thread, each when it is asked for; small ones of arrays several at a time."""
     for group in _groups(source, requests):
         yield from source.batches(group, finish)
 
@@ -114,7 +114,7 @@ def _in_place(
 def _ahead(
     source: Source, requests: Iterable[BatchRequest], depth: int, finish: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    """Gathers rows of arrays in one thread, ``depth`` gathers of an epoch ahead: a gather releases the GIL."""
+    """Gather rows of arrays in one thread, ``depth`` gathers of an epoch ahead: a gather releases the GIL."""
     pending = deque[Future[list[Any]]]()
     thread = ThreadPoolExecutor(1, "lockstep-loader")
     try:
@@ -184,7 +184,7 @@ def _adaptive(
     finish: Callable[[Any], Any],
     settled: Settled,
 ) -> Generator[Any, None, None]:
-    """Batches of which the first are timed, and by up to ``plan.most_workers`` processes if these shorten a step.
+    """Yield batches, the first ones timed; up to ``plan.most_workers`` processes load them if this shortens a step.
 
     The batches are the same either way. Once per loader, the number of processes that :func:`.worth_trying` expects to
     help is started and timed, then twice as many while that shortens a step. The best number is kept; if a step is not

@@ -48,7 +48,7 @@ class Stage(NamedTuple):
     drawn: Indices
 
     def counts(self, positions: int) -> Indices:
-        """Samples of each part among the first ``positions`` of the stage."""
+        """Return samples of each part among the first ``positions`` of the stage."""
         rounds, rest = divmod(positions, len(self.parts))
         counts: Indices = rounds * self.each + np.bincount(self.parts[:rest], minlength=len(self.each))
         return counts

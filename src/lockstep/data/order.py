@@ -28,14 +28,14 @@ from lockstep.hardware import parent_death
 
 
 def derive_key(purpose: str, *numbers: int) -> int:
-    """A key in [0, 2**64) for ``numbers`` (of any size) under ``purpose`` (at most 16 ASCII characters)."""
+    """Return a key in [0, 2**64) for ``numbers`` (of any size) under ``purpose`` (at most 16 ASCII characters)."""
     text = ",".join(str(int(number)) for number in numbers)
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=purpose.encode(), usedforsecurity=False)
     return int.from_bytes(digest.digest(), "little")
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """The generator for the augmentation of one sample in one epoch (about 10 µs to make).
+    """Return the generator for the augmentation of one sample in one epoch (about 10 µs to make).
 
     Two samples of an epoch cannot share a stream: ``index`` is half of the Philox key (Salmon et
     al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
@@ -45,7 +45,7 @@ def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 
 def dropout_seed(seed: int, step: int, part: int, device_number: int = 0, purpose: str = "dropout") -> int:
-    """A seed in [0, 2**64) for ``torch.manual_seed``, before ``part`` of optimizer step ``step`` runs.
+    """Return a seed in [0, 2**64) for ``torch.manual_seed``, before ``part`` of optimizer step ``step`` runs.
 
     ``part`` is the lane in exact mode, the rank in fast mode, the chunk in an ``evaluation``; ``device_number`` is
     the index of a device of the rank. All bits are mixed, since torch's CPU generator takes only the lower 32 of them.
@@ -107,7 +107,7 @@ class BlockOrder:
         return {name: value for name, value in vars(self).items() if name != "_latest"}
 
     def slice(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The samples at positions [start, stop) of ``epoch``: shape [stop - start], a new array.
+        """Return the samples at positions [start, stop) of ``epoch``: shape [stop - start], a new array.
 
         Costs time and memory in proportion to ``stop - start``, and at most two blocks more.
         """
@@ -163,14 +163,14 @@ def check_slice(samples: int, epoch: int, start: int, stop: int) -> None:
 
 
 def shuffled(count: int, key: int) -> NDArray[np.int64]:
-    """[0, count) in a random order fixed by ``key``: shape [count]; sorts outputs of SplitMix64, all different."""
+    """Return [0, count) in a random order fixed by ``key``, shape [count], by sorting SplitMix64's outputs."""
     # Generator.permutation would tie the order of a run to a version of NumPy.
     words = words_of(np.arange(count, dtype=np.uint64), key)
     return np.argsort(mixed(words), kind="stable").astype(np.int64, copy=False)
 
 
 def words_of(places: _WORDS, key: int) -> _WORDS:
-    """The states of the SplitMix64 generator with seed ``key`` after ``places`` numbers."""
+    """Return the states of the SplitMix64 generator with seed ``key`` after ``places`` numbers."""
     words = places + np.uint64(1)
     words *= _GOLDEN
     words += np.uint64(key)
@@ -189,7 +189,7 @@ def _permute(positions: _WORDS, samples: int, keys: list[int]) -> _WORDS:
 
 
 def _feistel(values: _WORDS, a: int, b: int, keys: list[int]) -> _WORDS:
-    """One pass of the network over ``values`` in [0, ab); they stay as they are."""
+    """Put ``values`` in [0, ab) through one pass of the network; they stay as they are."""
     modulus = np.uint64(a)
     other_modulus = np.uint64(b)
     half, other = np.divmod(values, other_modulus)
@@ -214,12 +214,12 @@ def _feistel(values: _WORDS, a: int, b: int, keys: list[int]) -> _WORDS:
 
 
 def mixed(words: _WORDS) -> _WORDS:
-    """``words``, which are written over: each is put through a bijective hash."""
+    """Put each of ``words`` through a bijective hash, in place."""
     return _mix(words, np.empty_like(words))
 
 
 def _mix(words: _WORDS, scratch: _WORDS) -> _WORDS:
-    """SplitMix64's finaliser, in place (Steele, Lea, Flood, OOPSLA 2014; Stafford's variant 13)."""
+    """Apply SplitMix64's finaliser, in place (Steele, Lea, Flood, OOPSLA 2014; Stafford's variant 13)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         np.right_shift(words, np.uint64(shift), out=scratch)
         words ^= scratch

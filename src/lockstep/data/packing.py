@@ -130,7 +130,7 @@ class Packed:
 
 
 def as_tokens(sequence: Any) -> NDArray[Any] | None:
-    """``sequence`` as a one-dimensional array of whole numbers; ``None``: it is none."""
+    """Convert ``sequence`` to a one-dimensional array of whole numbers; ``None``: it is none."""
     try:
         tokens = np.asarray(sequence)
     except (TypeError, ValueError):  # rows of different lengths, or a dtype that NumPy lacks
@@ -140,7 +140,7 @@ def as_tokens(sequence: Any) -> NDArray[Any] | None:
 
 
 def packed(lengths: Ints, window: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """The pieces by window: the sequence of each, its start there, its size; and the first piece of each window."""
+    """Return the sequence, start and size of each piece, window by window, and the first piece of each window."""
     counts = (lengths + window - 1) // window
     documents = np.repeat(np.arange(len(lengths)), counts)
     number = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)

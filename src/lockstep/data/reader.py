@@ -42,7 +42,7 @@ class Generator(NamedTuple):
     number: Callable[[], int]
 
     def first(self, key: int) -> int:
-        """The first number after seeding with ``key``."""
+        """Return the first number after seeding with ``key``."""
         self.seed(key)
         return self.number()
 
@@ -79,7 +79,7 @@ GENERATORS = (
 
 
 def states_of_generators() -> tuple[Any, ...]:
-    """Of Python, NumPy and torch on the CPU; equal where nothing was drawn, not even a second normal number."""
+    """Return states of Python, NumPy and torch on the CPU: equal if nothing was drawn, not even half a normal pair."""
     return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
 
 
@@ -187,7 +187,7 @@ class Reader:
         return self.gathers_tensors or self._gives_list is False
 
     def batch(self, epoch: int, indices: Indices, position: int, keys: Indices | None = None) -> Any:
-        """The samples ``indices`` as a batch, which begins at ``position`` of ``epoch``.
+        """Read the samples ``indices`` as a batch, which begins at ``position`` of ``epoch``.
 
         ``keys``: keys of the samples' draws, in place of their indices, if a sample may occur twice.
 
@@ -214,7 +214,7 @@ class Reader:
     def _samples(
         self, request: _Wanted, sown: frozenset[Generator] | None
     ) -> tuple[list[Any] | None, frozenset[Generator]]:
-        """The samples, ``None`` if they are to be read as a whole, and which other generators they drew from.
+        """Read samples, ``None`` if they are to be read as a whole; return also other generators that they drew from.
 
         Each of ``sown`` is seeded for each sample; ``None``: all are, and each sample is checked for draws.
         """
@@ -232,7 +232,7 @@ class Reader:
     def _read(
         self, request: _Wanted, sown: Collection[Generator], drawn: set[Generator] | None = None
     ) -> list[Any] | None:
-        """The samples, ``None`` if they are to be read as a whole; generators that they drew from go into ``drawn``."""
+        """Read samples, ``None`` if they are to be read as a whole; add generators that they drew from to ``drawn``."""
         numbers: list[int] = request.indices.tolist()
         if self._gives_list is False:
             return None

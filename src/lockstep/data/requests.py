@@ -58,7 +58,7 @@ class Window(NamedTuple):
 
 
 def windows(batch: BatchPlan, *, rank: int, epoch: int, position: int, epochs: int, ghosts: bool) -> Iterator[Window]:
-    """Every window from (epoch, position) to the end of the last epoch, as rank ``rank`` sees it.
+    """Yield every window from (epoch, position) to the end of the last epoch, as rank ``rank`` sees it.
 
     Args:
         epoch: counted from 0.
@@ -85,7 +85,7 @@ def windows(batch: BatchPlan, *, rank: int, epoch: int, position: int, epochs: i
 def _layout(
     batch: BatchPlan, rank: int, size: int, ghosts: bool
 ) -> tuple[tuple[tuple[int, int, int, bool], ...], bool]:
-    """``(part, start, stop, ghost)`` of a rank's micro-batches in a window of ``size``, and whether it is irregular."""
+    """Return ``(part, start, stop, ghost)`` of the micro-batches in a window of ``size``; whether it is irregular."""
     shares = batch.split(size)
     mine = shares[rank]
     max_parts = max(map(len, shares))
@@ -128,7 +128,7 @@ class Source:
     arrangement: str | None = None
 
     def batch(self, request: BatchRequest) -> Any:
-        """The batch of ``request``; () for one without samples (an empty lane)."""
+        """Return the batch of ``request``; () for one without samples (an empty lane)."""
         if request.start == request.stop:
             return ()
         keys = self.places(request) if self.order.repeats else None
@@ -144,11 +144,11 @@ class Source:
         return Reader(self.dataset, self.collate, self.seed, self.skipped, self.min_samples)
 
     def indices(self, request: BatchRequest) -> Indices:
-        """The samples of ``request``: shape [size]."""
+        """Return the samples of ``request``: shape [size]."""
         return self._taken(request, lambda start, stop: self.order.slice(request.epoch, start, stop))
 
     def places(self, request: BatchRequest) -> Indices:
-        """The positions of those samples in the epoch: shape [size]."""
+        """Return the positions of those samples in the epoch: shape [size]."""
         return self._taken(request, np.arange)
 
     def _taken(self, request: BatchRequest, span: Callable[[int, int], Indices]) -> Indices:
@@ -184,7 +184,7 @@ class Source:
         return self.reader.row_bytes if self.arrangement is None and self.skipped is None else 0
 
     def batches(self, requests: Sequence[BatchRequest], finish: Callable[[Any], Any]) -> list[Any]:
-        """The batches of ``requests``, made by one gather; ``finish`` sees that gather as a whole."""
+        """Make the batches of ``requests`` by one gather; ``finish`` sees that gather as a whole."""
         if len(requests) == 1 or not self.row_bytes:
             return [finish(self.batch(request)) for request in requests]
         slices = [self.indices(request) for request in requests]
@@ -198,7 +198,7 @@ class Source:
 
 
 def _cut(rows: Tensor, sizes: list[int]) -> list[Tensor]:
-    """``rows`` in parts, which begin at multiples of ``ALIGNMENT`` as other tensors do: matrix products round by it.
+    """Cut ``rows`` at multiples of ``ALIGNMENT``, as other tensors begin: matrix products round by it.
 
     Those in page-locked memory are copied to a GPU anyway.
     """
@@ -220,12 +220,12 @@ class InOrder:
 
 
 def fetch(dataset: Any, collate: Collate, seed: int, epoch: int, indices: Indices) -> Any:
-    """One batch, as :class:`~lockstep.data.reader.Reader` reads it."""
+    """Read one batch, as :class:`~lockstep.data.reader.Reader` reads it."""
     return Reader(dataset, collate, seed).batch(epoch, indices, 0)
 
 
 def mapped(batch: Any, change: Callable[[Any], Any], method: str) -> Any:
-    """``batch`` with ``change`` applied to its tensors and to objects with this ``method``, such as ``PackedSequence``.
+    """Apply ``change`` to the tensors of ``batch`` and to objects with ``method``, such as ``PackedSequence``.
 
     Mappings, lists, tuples and dataclasses are copied and keep their type, so that ``batch`` stays as it is; anything
     else is passed on.

@@ -88,7 +88,7 @@ class BucketedOrder(BlockOrder):
 
 
 def check_lengths(lengths: Sequence[float] | NDArray[Any], samples: int) -> NDArray[Any]:
-    """``lengths`` as an array of shape [samples]. Raises :class:`DataError`: it is not one number per sample."""
+    """Convert ``lengths`` to an array of shape [samples]. Raises :class:`DataError`: not one number per sample."""
     array: NDArray[Any] = np.asanyarray(lengths)
     if array.shape != (samples,) or array.dtype.kind not in "uif":
         raise DataError(
@@ -100,7 +100,7 @@ def check_lengths(lengths: Sequence[float] | NDArray[Any], samples: int) -> NDAr
 
 
 def hash_lengths(lengths: NDArray[Any]) -> str:
-    """A hash of all lengths: with another one of them, the order is another."""
+    """Return a hash of all lengths: with another one of them, the order is another."""
     digest = hashlib.sha256(str(lengths.dtype).encode())
     digest.update(np.ascontiguousarray(lengths).data)
     return digest.hexdigest()[:16]
@@ -108,7 +108,7 @@ def hash_lengths(lengths: NDArray[Any]) -> str:
 
 @lru_cache(maxsize=64)
 def deal(items: int, lanes: int) -> Indices:
-    """Which item stands at each place when ``items`` are dealt to ``lanes`` in turn: shape [items], read-only.
+    """Return the item at each place when ``items`` are dealt to ``lanes`` in turn: shape [items], read-only.
 
     Lane l has the places j with ⌊j·lanes/items⌋ = l, as in :class:`lockstep.planning.BatchPlan`, and gets the items
     l, l + lanes, l + 2·lanes, …: neighbours in a block grow in length, so lanes have equal work. The rest of the last
@@ -138,7 +138,7 @@ class Cycled:
         return self.run(epoch * self.samples + start, epoch * self.samples + stop)
 
     def run(self, start: int, stop: int) -> Indices:
-        """Samples at positions counted from the start of the run."""
+        """Return samples at positions counted from the start of the run."""
         pieces = []
         whole = self._order.samples
         while start < stop:
@@ -199,12 +199,12 @@ class WeightedOrder(BlockOrder):
 
 
 def uniform(places: NDArray[np.uint64], key: int) -> Floats:
-    """A hash of each place, as a number in (0, 1) with 53 bits."""
+    """Return a hash of each place, as a number in (0, 1) with 53 bits."""
     return ((mixed(words_of(places, key)) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
 def logarithm(values: Floats) -> Floats:
-    """The natural logarithm by operations that round alike on every machine, which ``np.log`` does not."""
+    """Compute the natural logarithm by operations that round alike on every machine, which ``np.log`` does not."""
     mantissa, exponent = np.frexp(values)
     z = (mantissa - 1) / (mantissa + 1)
     square = z * z
@@ -304,7 +304,7 @@ def _weights_of(weights: Floats | Curriculum, samples: int, epoch: int) -> Float
 
 
 def check_weights(values: Any, samples: int, epoch_text: str = "") -> Floats:
-    """One weight for each sample, as an array. Raises :class:`DataError`: they cannot be weights."""
+    """Convert weights to an array, one for each sample. Raises :class:`DataError`: they cannot be weights."""
     fix = "give one finite number from 0 for each training sample, and not only zeros"
     try:
         if isinstance(values, Tensor):  # NumPy has no bfloat16
@@ -329,14 +329,14 @@ def check_weights(values: Any, samples: int, epoch_text: str = "") -> Floats:
 
 
 def balanced_weights(labels: NDArray[Any]) -> Floats:
-    """Weights with which every class is drawn equally often; samples without a label (-100) are left out."""
+    """Return weights with which every class is drawn equally often; samples without a label (-100) are left out."""
     _, class_number, counts = np.unique(labels, return_inverse=True, return_counts=True)
     weights: Floats = np.where(labels == NO_LABEL, 0.0, 1.0 / counts[class_number])
     return weights
 
 
 def labels_of(dataset: Any, column: str | None = None) -> NDArray[Any]:
-    """The label of each sample: its ``column``, a text or a whole number.
+    """Return the label of each sample: its ``column``, a text or a whole number.
 
     Without ``column``: the data set's ``targets`` or ``labels``, its last tensor, or a column ``label``.
     """
@@ -368,7 +368,7 @@ def _attribute_labels(dataset: Any) -> Any:
 
 
 def _column_of(dataset: Any, name: str) -> Any:
-    """The values of a column, or of a key of each sample; ``None``: there is none of this name."""
+    """Return the values of a column, or of a key of each sample; ``None``: there is none of this name."""
     if isinstance(dataset, FrameRows):
         return dataset.columns.get(name)
     if is_hugging_face(dataset):
@@ -380,5 +380,5 @@ def _column_of(dataset: Any, name: str) -> Any:
 
 
 def select(dataset: Any, keep: Callable[[Any], bool]) -> Any:
-    """The samples of ``dataset`` for which ``keep(sample)`` is true, as a ``Subset``: each is read once for that."""
+    """Return the samples of ``dataset`` for which ``keep(sample)`` is true, a ``Subset``, reading each once."""
     return Subset(dataset, [index for index in range(len(dataset)) if keep(dataset[index])])

@@ -131,7 +131,7 @@ class _WithoutChance(TorchDispatchMode):
 
 
 def _host_generators() -> dict[str, Any]:
-    """The state of the global generators that are not torch's, by module."""
+    """Return the state of the global generators that are not torch's, by module."""
     return {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state())}
 
 
@@ -163,7 +163,7 @@ class Watched(Task):
             layer.register_forward_pre_hook(_as_in_evaluation)
 
     def watching(self) -> TorchFunctionMode:
-        """Watches what of a forward pass is run inside, beside :meth:`loss`."""
+        """Return a mode that watches a forward pass in its body, beside :meth:`loss`."""
         return _Watch(self.draws, self._off)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -177,7 +177,7 @@ def _as_in_evaluation(module: nn.Module, inputs: Any) -> None:
 
 @contextmanager
 def separate_rows(draws: set[str], *modules: nn.Module) -> Iterator[None]:
-    """Inside, torch computes a row from that row alone: no dropout, batch statistics or different random numbers.
+    """Make torch compute a row from that row alone: no dropout, batch statistics or different random numbers.
 
     So do the layers of ``modules``, whose buffers and attributes are afterwards as before.
 

@@ -16,12 +16,12 @@ from lockstep.errors import TaskError, UnsupportedError
 
 
 def blueprint(task: Task) -> nn.Module:
-    """The model without its memory where possible: many models can be built on the meta device."""
+    """Make the model without its memory where possible: many models can be built on the meta device."""
     return on_meta(trial_of(task))
 
 
 def trial_of(task: Task) -> Task:
-    """A copy of ``task`` that may keep what its ``model()`` makes: the task itself would train a model without memory.
+    """Copy ``task``, which may keep what its ``model()`` makes: it would itself train a model without memory.
 
     Containers are copied too, since a layer may be kept in one; their contents are shared.
     """

@@ -32,7 +32,7 @@ class ConfusedSamples:
             self._targets.append(columns[1].numpy().astype(np.int64))
 
     def cells(self, tables: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, list[list[Any]]]:
-        """``[index, name]`` of the first samples of each cell, by ``"target,prediction"``.
+        """Return ``[index, name]`` of the first samples of each cell, by ``"target,prediction"``.
 
         Empty unless the classes, counted, are one of ``tables``: a metric may count by another rule.
 
@@ -58,7 +58,7 @@ class ConfusedSamples:
 
 
 def _classes_of(scores: Tensor) -> Classes | None:
-    """The predicted classes of (samples, classes) scores, of one probability or logit a sample, or of classes."""
+    """Return the predicted classes: of (samples, classes) scores, one probability or logit a sample, or classes."""
     if scores.ndim == 2 and scores.is_floating_point():
         return scores.argmax(1).numpy()
     if scores.ndim != 1:
@@ -70,7 +70,7 @@ def _classes_of(scores: Tensor) -> Classes | None:
 
 
 def _is_count(table: Any, targets: Classes, predictions: Classes) -> bool:
-    """Whether ``table`` counts the samples by target (row) and prediction; others may be ignored by their target."""
+    """Return whether ``table`` counts samples by target (row) and prediction; some may be ignored by their target."""
     if not isinstance(table, list) or not all(isinstance(row, list) and len(row) == len(table) for row in table):
         return False
     classes = len(table)

@@ -72,7 +72,7 @@ class Evaluator:
         )
 
     def chunks(self, samples: int, *, limit: int | None = None) -> list[BatchRequest]:
-        """This rank's chunk of every round; an empty one, or a ghost, when it has none for it.
+        """Return this rank's chunk of every round; an empty one, or a ghost, when it has none for it.
 
         ``limit``: chunks of all ranks; ``None``: all of ``samples``.
         """
@@ -92,7 +92,7 @@ class Evaluator:
     def walk(
         self, model: nn.Module, dataset: Any, collate: Callable[[Any], Any], *, limit: int | None = None
     ) -> Iterator[Iterator[tuple[BatchRequest, Any]]]:
-        """This rank's chunks of ``dataset`` and their batches, on its device; inside, ``model`` is in evaluation mode.
+        """Yield this rank's chunks of ``dataset`` and their batches, on its device, with ``model`` in evaluation mode.
 
         Generators and the training flag of every module are afterwards as they were.
         """
@@ -155,7 +155,7 @@ def evaluate(
     report: Callable[[int], None] = lambda done: None,
     add_rows: Callable[[Any], None] | None = None,
 ) -> dict[str, Any]:
-    """``{"loss": mean, metric: value, …}`` over ``dataset``, the same on every rank. Collective.
+    """Compute ``{"loss": mean, metric: value, …}`` over ``dataset``, the same on every rank. Collective.
 
     Scalar metrics come back as floats, others (a confusion matrix) as nested lists.
 
@@ -207,7 +207,7 @@ def evaluate(
 
 @contextlib.contextmanager
 def evaluation(task: Task, model: nn.Module, callbacks: Callbacks) -> Iterator[None]:
-    """What surrounds an evaluation: nothing that happens inside changes training."""
+    """Surround an evaluation: nothing that happens inside changes training."""
     context = task._lockstep_context
     was_training = context.is_training
     with generators_kept(), evaluating(model):

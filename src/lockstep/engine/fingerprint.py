@@ -31,7 +31,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def examined(dataset: Any, *, skips: bool = False) -> tuple[str, tuple[str, ...]]:
-    """Length and a hash of up to 16 samples spread over the data set: shows a resume that the data changed.
+    """Hash up to 16 samples spread over the data set, and its length: shows a resume that the data changed.
 
     A ``fingerprint()`` method of the data set replaces this. All is read twice, the second time backwards and for a
     second at most. Parts that differ are left out of the hash, which then begins with ``~``, and are named. ``skips``:
@@ -55,7 +55,7 @@ def examined(dataset: Any, *, skips: bool = False) -> tuple[str, tuple[str, ...]
 def _read_probes(
     dataset: Any, digest: Any, *, skips: bool, limit_s: float = math.inf
 ) -> tuple[dict[int, dict[str, bytes]], set[str]]:
-    """Hashes of the parts of up to 16 samples, by index, and the parts that differ when they are read again.
+    """Return hashes of the parts of up to 16 samples, by index, and the parts that differ when they are read again.
 
     ``digest`` takes in the samples; none is begun after ``limit_s`` seconds.
     """
@@ -88,7 +88,7 @@ class _Split(NamedTuple):
     unstable: set[str]
 
     def is_like(self, other: _Split) -> bool:
-        """Whether both may be of the same data: the samples that both ranks read, without what varies."""
+        """Return whether both may be of the same data: the samples that both ranks read, without what varies."""
         ignored = self.unstable | other.unstable
         common = [(self.fields[index], other.fields[index]) for index in self.fields.keys() & other.fields.keys()]
         parts = ({item for item in mine.items() ^ theirs.items() if item[0] not in ignored} for mine, theirs in common)
@@ -126,14 +126,14 @@ def _split_of(dataset: Any) -> _Split:
 
 
 def same_data(saved: str, here: str) -> bool:
-    """Whether two fingerprints may be of the same data; of one that leaves something out, the length must do."""
+    """Return whether two fingerprints may be of the same data; of one that leaves something out, the length must do."""
     if ("~" in saved) != ("~" in here):
         return saved.partition(":")[0] == here.partition(":")[0]
     return saved == here
 
 
 def _fields(sample: Any) -> dict[str, bytes]:
-    """A hash of each part of a sample, by its name."""
+    """Return a hash of each part of a sample, by its name."""
     if isinstance(sample, dict):
         return {f"the field {name!r}": _digest(value) for name, value in sample.items()}
     if isinstance(sample, (list, tuple)):
@@ -142,7 +142,7 @@ def _fields(sample: Any) -> dict[str, bytes]:
 
 
 def _probe(dataset: Any, index: int, skips: bool) -> Any:
-    """Sample ``index`` with every generator seeded, so that augmentation looks the same each time."""
+    """Read sample ``index`` with every generator seeded, so that augmentation looks the same each time."""
     random.seed(index)
     np.random.seed(index)
     torch.default_generator.manual_seed(index)
@@ -167,7 +167,7 @@ def read_sample(dataset: Any, index: int) -> Any:
 
 
 def readable_sample(dataset: Any) -> Any:
-    """The first sample that can be read (``data.on_bad_row=skip``)."""
+    """Return the first sample that can be read (``data.on_bad_row=skip``)."""
     for index in range(min(TRIED, len(dataset))):
         with contextlib.suppress(LockstepError):
             return read_sample(dataset, index)
@@ -175,7 +175,7 @@ def readable_sample(dataset: Any) -> Any:
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
-    """The values on the host; of a type that NumPy lacks (bfloat16), their bits."""
+    """Return the values on the host; of a type that NumPy lacks (bfloat16), their bits."""
     tensor = tensor.detach().cpu()
     try:
         return tensor.numpy()

@@ -62,7 +62,7 @@ class TimedBatches:
         return batch
 
     def waited_s(self) -> float:
-        """Seconds since the last call."""
+        """Return seconds since the last call."""
         waited = self._waited_s
         self._waited_s = 0.0
         return waited
@@ -191,7 +191,7 @@ class TaskTraining(Training):
             self.log_step(dict(self._scalars), is_empty=not float(step.loss_count))
 
     def _is_due(self, step: int) -> bool:
-        """Whether an evaluation is due after ``step`` (``validation.every_steps``)."""
+        """Return whether an evaluation is due after ``step`` (``validation.every_steps``)."""
         every = self.rank.config.validation.every_steps
         return every is not None and self._datasets.val is not None and step % every == 0
 
@@ -241,7 +241,7 @@ class TaskTraining(Training):
         return self._parts.strategy.whole(content, self.rank.collectives, keep=self.rank.writer is not None)
 
     def _steady(self) -> Steady | None:
-        """On one GPU, weights and optimizer state stay as they are until the next update, which waits for their copy.
+        """Keep weights and optimizer state as they are until the next update, which waits for their copy (one GPU).
 
         Not where something besides the update may write to them before.
         """

@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Whatever the body draws, the generators of Python, NumPy and torch are as before afterwards."""
+    """Restore the generators of Python, NumPy and torch after the body."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     try:
@@ -25,14 +25,14 @@ def generators_kept() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The body draws from generators that start at ``seed``; the caller's are restored afterwards."""
+    """Let the body draw from generators that start at ``seed``; the caller's are restored afterwards."""
     with generators_kept():
         seed_everything(seed)
         yield
 
 
 def seed_everything(seed: int) -> None:
-    """One seed on every rank: parameters start equal. Order, augmentation and dropout have separate keys."""
+    """Seed every rank alike: parameters start equal. Order, augmentation and dropout have separate keys."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -35,7 +35,7 @@ QUICK_S = 1e-4
 
 
 def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
-    """Sizes of the data sets and traits of the model."""
+    """Examine sizes of the data sets and traits of the model."""
     if not hasattr(datasets, "train"):
         raise TaskError(
             f"the task's datasets() did not return Datasets, but {type(datasets).__name__}",
@@ -100,7 +100,7 @@ def inspect_task(task: Task, datasets: Datasets, name: str) -> TaskFacts:
 
 
 def _open_files() -> dict[tuple[str, str], str | None]:
-    """The position of files that are open for reading, by descriptor and name; ``None`` of anything else that is open.
+    """Return positions of files open for reading, by descriptor and name; ``None`` for other open things.
 
     That is a database or a connection, for example. Empty without /proc.
     """
@@ -147,7 +147,7 @@ def _metric_facts(task: Task) -> tuple[dict[str, Mode], str | None]:
 
 
 def multiply_adds(model: nn.Module, dataset: Any) -> int:
-    """Of a sample's forward pass, rather too many: as if each parameter were used at each position.
+    """Count multiply-adds of a sample's forward pass, rather too many: each parameter used at each position.
 
     A position is the input of the first layer's kernel: its input features or channels, or one token. A buffer with two
     dimensions counts as a parameter: it is a factor, such as the adjacency of a graph or a bank of filters.
@@ -161,7 +161,7 @@ def multiply_adds(model: nn.Module, dataset: Any) -> int:
 
 
 def _largest(sample: Any) -> int:
-    """Numbers in the largest part of a sample; 0: there is none that we know."""
+    """Return numbers in the largest part of a sample; 0: there is none that we know."""
     if isinstance(sample, Tensor | np.ndarray):
         return math.prod(sample.shape)
     if isinstance(sample, Mapping):
@@ -173,7 +173,7 @@ def _largest(sample: Any) -> int:
 
 
 def has_quick_samples(dataset: Any) -> bool:
-    """Whether a sample is there within :data:`QUICK_S`: the median of five all over the data set."""
+    """Return whether a sample is there within :data:`QUICK_S`: the median of five all over the data set."""
 
     def seconds(index: int) -> float:
         started = time.perf_counter()

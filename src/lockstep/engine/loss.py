@@ -32,7 +32,7 @@ class Term(NamedTuple):
 
 
 def is_mean(total: Tensor, count: float) -> bool:
-    """Whether the graph of ``total`` shows a mean over the ``count`` items that it should sum."""
+    """Return whether the graph of ``total`` shows a mean over the ``count`` items that it should sum."""
     if count <= 1:
         return False
     kinds = [term.kind for term in terms_of(total, count)]
@@ -41,12 +41,12 @@ def is_mean(total: Tensor, count: float) -> bool:
 
 
 def terms_of(total: Tensor, count: float) -> list[Term]:
-    """The terms of ``total``, a loss of ``count`` items, by its graph; terms without a gradient do not matter."""
+    """Return the terms of ``total``, a loss of ``count`` items, from its graph; only those with a gradient matter."""
     return [] if total.grad_fn is None else _terms(total.grad_fn, count)
 
 
 def _terms(node: Any, count: float, depth: int = 0) -> list[Term]:
-    """The terms of the sum that ``node`` computes."""
+    """Return the terms of the sum that ``node`` computes."""
     name = node.name().partition("Backward")[0]
     inputs = [before for before, _ in node.next_functions if before is not None]
     if depth > _DEPTH:
@@ -95,7 +95,7 @@ def _divisor(node: Any) -> tuple[Tensor | float | None, bool]:
 
 
 def _constant(node: Any) -> float | None:
-    """The number that ``node`` multiplies with, or divides by."""
+    """Return the number that ``node`` multiplies with, or divides by."""
     for value in (saved(node, "other"), saved(node, "self")):
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
             return float(value)
@@ -125,7 +125,7 @@ def _check_count(count: Any, source: str, fix: str) -> None:
 
 
 def summed(values: Tensor) -> Tensor:
-    """The sum of one value per item, in single precision at least: sums in half precision soon leave its range."""
+    """Sum one value per item in single precision at least: sums in half precision soon leave its range."""
     return (values.float() if values.itemsize < 4 else values).sum()
 
 
@@ -173,7 +173,7 @@ class CheckedLoss:
 
 
 def without_count(total: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor | int]:
-    """A loss of 0 for 0 items, with gradients of 0: of a batch that replaces one without readable samples."""
+    """Return a loss of 0 for 0 items, with gradients of 0, for a batch that replaces one without readable samples."""
     total = total.where(torch.zeros_like(total, dtype=torch.bool), torch.zeros_like(total))
     return total, torch.zeros_like(count) if isinstance(count, Tensor) else 0
 

@@ -25,7 +25,7 @@ from lockstep.errors import DataError
 
 
 def measure(reopened: Reopened) -> dict[str, Any]:
-    """``samples`` and ``metrics`` of a checkpoint, the same on all ranks. Collective."""
+    """Compute ``samples`` and ``metrics`` of a checkpoint, the same on all ranks. Collective."""
     task = reopened.task
     subject = opened(reopened, task.evaluation_data)
     with evaluation(task, subject.model, Callbacks(task)):
@@ -38,7 +38,7 @@ def measure(reopened: Reopened) -> dict[str, Any]:
 
 
 def _reporter(total: int, collectives: Collectives) -> Callable[[int], None]:
-    """Prints on rank 0 how many of ``total`` samples are done, at most once a second."""
+    """Make a function that prints on rank 0 how many of ``total`` samples are done, at most once a second."""
     last = time.monotonic()
 
     def report(done: int) -> None:

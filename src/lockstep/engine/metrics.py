@@ -50,7 +50,7 @@ def make_metrics(task: Task) -> Metrics:
 
 
 def directions_of(metrics: Any) -> dict[str, bool]:
-    """Whether higher is better, by name: of those among ``metrics`` whose torchmetrics class states it."""
+    """Return whether higher is better, by name: of those among ``metrics`` whose torchmetrics class states it."""
     if "torchmetrics" not in sys.modules:
         return {}
     from lockstep._compat.torchmetrics import metrics_by_name

@@ -57,15 +57,15 @@ class Divided:
         """Learn which optimizer trains the model."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that this process trains."""
+        """Return the parameters that this process trains."""
         return list(self.module.parameters())
 
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
-        """This process's parts of ``tensors``, sharing their memory."""
+        """Return this process's parts of ``tensors``, sharing their memory."""
         return tensors
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm of the whole gradient, of which ``gradients`` are this process's parts; shape (). Collective."""
+        """Compute the norm of the whole gradient from this process's parts ``gradients``; shape (). Collective."""
         return torch.nn.utils.get_total_norm(gradients)
 
     def agree(self, flag: Tensor) -> None:
@@ -73,16 +73,16 @@ class Divided:
         flag.copy_(all_reduce(flag.to(self.device), self.group, dist.ReduceOp.MAX))
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        """As :func:`pick`, of whole parameters, on every rank. Collective."""
+        """Pick as :func:`pick` does, of whole parameters, on every rank. Collective."""
         return pick(parameters, places)
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's whole state dict, as that of ``optimizer``."""
+        """Return an optimizer's whole state dict, as that of ``optimizer``."""
         return state
 
 
 def pick(tensors: Iterable[Tensor], places: Sequence[Tensor]) -> Tensor:
-    """The elements ``places`` of each flattened tensor, one after the other; float32 on the host."""
+    """Return the elements ``places`` of each flattened tensor, one after the other; float32 on the host."""
     chosen = (t.detach().reshape(-1)[at.to(t.device)] for t, at in zip(tensors, places, strict=True))
     # Of a complex number, the sum of its parts.
     real = (torch.view_as_real(values).sum(-1) if values.is_complex() else values for values in chosen)
@@ -106,7 +106,7 @@ class Through(Task):
 
 
 def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of ``model``, in their order: the task's ``blocks``, or those found; none is in another."""
+    """Return the repeated parts of ``model``, in order: the task's ``blocks``, or those found; none in another."""
     named = task.blocks(model)
     if named is not None:
         modules = set(model.modules())
@@ -132,12 +132,12 @@ def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """How many modules within ``module`` have each parameter."""
+    """Count, by parameter, the modules within ``module`` that have it."""
     return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
 
 
 def compiled(called: Any, mode: str) -> Any:
-    """A module or a function, compiled at its first call, and again for other shapes: for as long as it takes."""
+    """Compile a module or a function at its first call, and at calls with other shapes."""
     if pulse.is_watched:
         watch_compiler(lambda _: pulse.at(Activity.COMPILING), lambda _: pulse.at(Activity.STEP))
     return torch.compile(called, mode=mode)

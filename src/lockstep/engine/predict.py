@@ -44,7 +44,7 @@ def predictions(
 
 
 def _sample_losses(task: Task, model: nn.Module, batch: Any, samples: int) -> list[float]:
-    """The mean loss of each sample; one of a task that sums is computed on its sample alone."""
+    """Compute the mean loss of each sample; one of a task that sums is computed on its sample alone."""
     try:
         total, count = task.loss(bare(model), batch)
     except (IndexError, KeyError, TypeError, ValueError) as error:
@@ -102,7 +102,7 @@ def _no_predictions() -> TaskError:
 
 
 def _rows(columns: Any, request: BatchRequest) -> list[Row]:
-    """A row for each sample, with its index."""
+    """Return a row for each sample, with its index."""
     is_mapping = isinstance(columns, Mapping)
     if is_mapping and not columns:
         raise _no_predictions()
@@ -121,7 +121,7 @@ def _rows(columns: Any, request: BatchRequest) -> list[Row]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers, texts and lists; numbers of 32 bits and less with their seven digits."""
+    """Convert to numbers, texts and lists; numbers of 32 bits and less with their seven digits."""
     if isinstance(value, Tensor):
         value = (value.float() if value.is_floating_point() and value.itemsize < 4 else value).numpy()
     if isinstance(value, np.ndarray) and value.dtype == np.float32:

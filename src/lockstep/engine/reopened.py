@@ -52,7 +52,7 @@ class Reopened(NamedTuple):
 
 
 def reopen(evaluation: Evaluation, task: Task, world: World, collectives: Collectives) -> Reopened:
-    """The checkpoint and the data of an evaluation, on every rank. Collective."""
+    """Open the checkpoint and the data of an evaluation, on every rank. Collective."""
     store = CheckpointStore(evaluation.run.checkpoints)
     snapshot = load_shared(store, evaluation.step, collectives, in_pieces=evaluation.plan.sharded and world.size > 1)
     datasets = None if evaluation.data is not None else open_data(task, evaluation.config, collectives)
@@ -63,5 +63,5 @@ def reopen(evaluation: Evaluation, task: Task, world: World, collectives: Collec
 
 
 def as_restored(task: Task, config: RunConfig, datasets: Datasets) -> Datasets:
-    """``datasets`` as a restored task opens them: its state may say how they are standardised."""
+    """Return ``datasets`` as a restored task opens them: its state may say how they are standardised."""
     return datasets if type(task).load_state_dict is Task.load_state_dict else open_datasets(task, config)

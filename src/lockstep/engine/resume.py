@@ -39,7 +39,7 @@ class Reads(Protocol):
 
 
 def load_latest(rank: Reads, *, in_pieces: bool = False) -> Snapshot | None:
-    """The latest valid checkpoint, for all ranks; damaged ones after it are set aside. Collective.
+    """Load the latest valid checkpoint, for all ranks; damaged ones after it are set aside. Collective.
 
     ``in_pieces``: see :func:`load_shared`.
     """
@@ -56,7 +56,7 @@ def load_latest(rank: Reads, *, in_pieces: bool = False) -> Snapshot | None:
 
 
 def load_shared(store: CheckpointStore, step: int, collectives: Collectives, *, in_pieces: bool = False) -> Snapshot:
-    """The checkpoint of ``step``, read and verified by rank 0 and sent to all ranks. Collective.
+    """Load the checkpoint of ``step``, read and verified by rank 0 and sent to all ranks. Collective.
 
     ``in_pieces``: the model is divided and every rank sees ``store``'s folder, so that of a checkpoint in shards
     each reads only its part.
@@ -70,7 +70,7 @@ def load_shared(store: CheckpointStore, step: int, collectives: Collectives, *, 
 
 
 def _from_main(read: Callable[[], T], collectives: Collectives) -> T:
-    """What ``read()`` returns on rank 0, or the :class:`CheckpointError` that it raises, on every rank. Collective."""
+    """Call ``read()`` on rank 0; return its value or raise its :class:`CheckpointError` on every rank. Collective."""
     result: T | CheckpointError | None = None
     if collectives.is_main:
         try:
@@ -86,7 +86,7 @@ def _from_main(read: Callable[[], T], collectives: Collectives) -> T:
 def manifest_of(
     config: RunConfig, plan: Plan, state: TrainState, attempt: int, pins: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What decides whether a checkpoint fits: compared at resume, readable without torch."""
+    """Describe whatever decides whether a checkpoint fits: compared at resume, readable without torch."""
     return {
         "attempt": attempt,
         "epoch": state.epoch,
@@ -157,7 +157,7 @@ def check_fits(manifest: dict[str, Any], plan: Plan, *, makes_data: bool = False
 
 
 def restored_state(rank: RankContext, snapshot: Snapshot | None) -> TrainState:
-    """The run's counters from ``snapshot``, which must be of the same data in the same order, or those of a new run."""
+    """Return the counters of ``snapshot``, which must be of the same data in the same order, or of a new run."""
     if snapshot is None:
         return TrainState(position=rank.config.debug.start_position)
     check_fits(snapshot.manifest, rank.plan)
@@ -218,7 +218,7 @@ def restoring(source: Path | str) -> Iterator[None]:
 
 
 def frozen_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that are not trained; of tied ones all names."""
+    """Return names of the parameters that are not trained; of tied ones all names."""
     return [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
 
 
@@ -284,7 +284,7 @@ def load_initial_weights(model: nn.Module, source: Path | None, collectives: Col
 
 
 def _weights_from(source: Path) -> dict[str, Any]:
-    """For ``--init-from``: of a run folder (its best, else last checkpoint), a checkpoint, or a safetensors file."""
+    """Read ``--init-from``: a run folder (its best, else last checkpoint), a checkpoint or a safetensors file."""
     if source.is_file() and source.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file

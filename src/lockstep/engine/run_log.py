@@ -79,7 +79,7 @@ class LossMeter:
 def record_samples(
     rank: RankContext, state: TrainState, indices: Callable[[BatchRequest], NDArray[np.int64]]
 ) -> Callable[..., None]:
-    """Appends the indices of this rank's samples, and other ``fields``, to its file (``telemetry.record_samples``)."""
+    """Append the indices of this rank's samples, and other ``fields``, to its file (``telemetry.record_samples``)."""
     file = JsonLines(rank.run_dir.samples_file(rank.world.rank))
 
     def record(window: Window, **fields: Any) -> None:
@@ -208,7 +208,7 @@ class RunLog:
         return Flags(stop, time_up, float(self._policy.due(step)))
 
     def step(self, samples: int, waited_s: float) -> None:
-        """A step is done: ``samples`` over all ranks, ``waited_s`` seconds of it spent waiting for input."""
+        """Count a step: ``samples`` over all ranks, ``waited_s`` seconds of it spent waiting for input."""
         self._speed.add(samples, waited_s)
         if self._rank.config.debug.fast_dev_run and self._first_step < self.total:
             self._leave_first_step_out()
@@ -278,7 +278,7 @@ class RunLog:
         self._check_skipped()
 
     def _warn_of_skipped(self, skipped: int) -> None:
-        """With a scaled loss, steps are skipped until the scale fits."""
+        """Warn of skipped steps; those of a scaled loss are expected until its scale fits."""
         new = skipped - self.state.skipped_steps
         if new and self._rank.plan.placement["precision"] != "16-mixed":
             text = f"{many(new, 'step')} skipped without a finite gradient: the loss, or an input, is NaN or infinite."

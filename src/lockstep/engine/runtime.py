@@ -67,7 +67,7 @@ def float32_products(matmul: str | None, *, exact: bool = False, benchmark: bool
 
 @contextmanager
 def _older_interface() -> Iterator[None]:
-    """Of which torch 2.9 warns at any use."""
+    """Ignore torch 2.9's warning at any use of the older interface."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
         yield
@@ -90,7 +90,7 @@ def expandable_segments(device: torch.device) -> Iterator[None]:
 
 
 def before_nccl(logs: Path) -> None:
-    """In a rank that will use NCCL, before its process group is made; ``logs`` gets what its flight recorder writes."""
+    """Prepare a rank that will use NCCL for its process group; ``logs`` gets what its flight recorder writes."""
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / NCCL_DUMP))
     if not any(map(os.environ.get, _ALLOCATOR)):
@@ -130,7 +130,7 @@ _EXACT = {_CUBLAS: ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
 
 
 def rank_device(devices: Sequence[str], world: World) -> torch.device:
-    """The device of this rank: ``devices`` has one entry per local rank, or one for all of them."""
+    """Return the device of this rank: ``devices`` has one entry per local rank, or one for all of them."""
     name = devices[world.local_rank % len(devices)]
     if name == "cpu":
         return torch.device("cpu")
@@ -146,7 +146,7 @@ def rank_device(devices: Sequence[str], world: World) -> torch.device:
 
 @contextmanager
 def runtime(plan: Plan, device: torch.device, *, detect_anomaly: bool, ranks: int) -> Iterator[None]:
-    """Threads, seeds and determinism of an attempt; the caller's are restored afterwards."""
+    """Set threads, seeds and determinism of an attempt; the caller's are restored afterwards."""
     exact = plan.reproducibility == "exact"
     on_gpu = device.type == "cuda"
     products = plan.value("matmul_precision")
@@ -175,7 +175,7 @@ def runtime(plan: Plan, device: torch.device, *, detect_anomaly: bool, ranks: in
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Deterministic kernels alone, and an error for an operator that has none."""
+    """Allow deterministic kernels alone: an error for an operator that has none."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = {name: os.environ.get(name) for name in _EXACT}

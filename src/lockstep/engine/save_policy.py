@@ -22,7 +22,7 @@ class SavePolicy:
         self.saved(step)
 
     def due(self, step: int) -> bool:
-        """Whether to save after optimizer step ``step``; never twice at one step."""
+        """Return whether to save after optimizer step ``step``; never twice at one step."""
         if step <= self._step:
             return False
         if self._every_steps is not None and step // self._every_steps > self._step // self._every_steps:
@@ -36,6 +36,6 @@ class SavePolicy:
 
 
 def retained(steps: Collection[int], keep_last: int, best: int | None) -> set[int]:
-    """Of the checkpoints at ``steps``, those to keep: the ``keep_last`` newest, and ``best`` if it exists."""
+    """Choose the checkpoints to keep of those at ``steps``: the ``keep_last`` newest, and ``best`` if it exists."""
     newest = sorted(set(steps), reverse=True)[:keep_last]
     return {*newest, best} & set(steps) if best is not None else set(newest)

@@ -38,7 +38,7 @@ class TrainState:
     frozen: list[str] | None = None
 
     def advance(self, micro_batches: int, samples: int, epoch: int, position: int) -> None:
-        """A step has been taken, up to ``position`` of ``epoch``."""
+        """Count a step, which ended at ``position`` of ``epoch``."""
         self.step += 1
         self.micro_step += micro_batches
         self.samples_seen += samples
@@ -50,7 +50,7 @@ class TrainState:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> TrainState:
-        """Raises :class:`ValueError` when a value is of the wrong type."""
+        """Raise :class:`ValueError` when a value is of the wrong type."""
         values = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
         return TypeAdapter(cls).validate_python(values)
 

@@ -143,7 +143,7 @@ class Metrics(Protocol):
         """Take what :meth:`Task.evaluate` returned, on the CPU."""
 
     def compute(self) -> Mapping[str, Any]:
-        """A number or a tensor for each name: one number is logged, several are kept as a table.
+        """Return a number or a tensor for each name: one number is logged, several are kept as a table.
 
         A list of one number for each of the task's ``class_names`` is logged by these: ``val_recall/cat``.
         """
@@ -261,7 +261,7 @@ class Task:
     # Optional from here on.
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
-        """What ``metrics().update`` takes, in the order of the batch.
+        """Return the arguments of ``metrics().update``, in the order of the batch.
 
         Tensors with one row per sample, or lists with one entry per sample (texts, boxes, dicts). Without it and
         ``metrics``, the loss of the validation data is all that is evaluated.
@@ -273,7 +273,7 @@ class Task:
         return _LossOnly()
 
     def evaluation_data(self, path: Path) -> Any:
-        """A data set read from ``path``, for ``lockstep evaluate RUN --data PATH``."""
+        """Make a data set of ``path``, for ``lockstep evaluate RUN --data PATH``."""
         raise UnsupportedError(
             f"this task cannot read data from {path}",
             why=f"{type(self).__name__} has no evaluation_data()",
@@ -281,14 +281,14 @@ class Task:
         )
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """For ``lockstep predict``: columns by name, tensors or lists with one entry per sample.
+        """Return the columns of ``lockstep predict`` by name: tensors or lists with one entry per sample.
 
         Without it, the columns are what ``evaluate`` returns.
         """
         return {f"output_{number}": column for number, column in enumerate(self.evaluate(model, batch))}
 
     def prediction_data(self, path: Path) -> Any:
-        """A data set read from ``path``, for ``lockstep predict RUN PATH``; its labels, if any, mean nothing."""
+        """Make a data set of ``path``, for ``lockstep predict RUN PATH``; its labels, if any, mean nothing."""
         if type(self).evaluation_data is not Task.evaluation_data:
             return self.evaluation_data(path)
         raise UnsupportedError(
@@ -301,7 +301,7 @@ class Task:
         """Write further files of a trained ``model`` to the folder of ``lockstep export``."""
 
     def merge(self, rows: Sequence[Any]) -> tuple[Any, ...]:
-        """For an ``evaluate`` that returns another type: join all of it for one ``metrics().update``.
+        """Join all values of an ``evaluate`` that returns another type for one ``metrics().update``.
 
         Called once, on the main rank, with what ``evaluate`` returned for each batch, in index order; tensors in
         containers and in objects with ``to`` are on the CPU. It is all kept until then; without this method, metrics
@@ -310,25 +310,25 @@ class Task:
         raise NotImplementedError
 
     def lengths(self) -> Sequence[float] | NDArray[Any] | None:
-        """One number per *training* sample, in any unit; called after ``datasets()``, on every rank.
+        """Return one number per *training* sample, in any unit; called after ``datasets()``, on every rank.
 
         Samples of like length then share a batch, so that padding is short (``data.bucketing``).
         """
         return None
 
     def validate(self, model: nn.Module, batch: Any) -> tuple[Loss, tuple[Any, ...]]:
-        """Loss and rows of one validation batch; override it to share the forward pass."""
+        """Compute loss and rows of one validation batch; override it to share the forward pass."""
         return self.loss(model, batch), self.evaluate(model, batch)
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Modules with parameters beside the model, such as a criterion, by name; called after :meth:`model`.
+        """Return modules with parameters beside the model, such as a criterion, by name; called after :meth:`model`.
 
         They are trained, moved, reduced and saved together with it.
         """
         return {}
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | Scheduler | None:
-        """A scheduler of ``torch.optim.lr_scheduler``, used instead of the run's schedule; ``None``: the run's.
+        """Return a scheduler of ``torch.optim.lr_scheduler``, used instead of the run's schedule; ``None``: the run's.
 
         It steps after every optimizer step, a ``ReduceLROnPlateau`` with the monitored metric after every evaluation;
         return a :class:`Scheduler` to choose. Its state is saved with the optimizer's.
@@ -336,7 +336,7 @@ class Task:
         return None
 
     def optimizer(self, model: nn.Module) -> Optimizer | None:
-        """The task's optimizer (parameter groups included); ``None``: that of the run's settings.
+        """Return the task's optimizer (parameter groups included); ``None``: that of the run's settings.
 
         The run's schedule, and ``optimizer.lr_scaling``, multiply the learning rate of every group; other settings of
         ``optimizer`` have no effect.
@@ -344,13 +344,13 @@ class Task:
         return None
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Samples to a batch; the default is torch's ``default_collate``."""
+        """Combine samples to a batch; the default is torch's ``default_collate``."""
         from torch.utils.data import default_collate
 
         return default_collate(list(samples))
 
     def pad(self, batch: Any, samples: int) -> Any:
-        """For ``training.compile``: ``batch`` filled up to ``samples`` samples; ``loss`` must not count the new ones.
+        """Fill ``batch`` up to ``samples`` samples for ``training.compile``; ``loss`` must not count the new ones.
 
         Then the last, smaller batch of an epoch has the shape of the others, and nothing is compiled for it. Not called
         for a model with BatchNorm, whose statistics would count them. The default is ``batch`` as it is.
@@ -358,14 +358,14 @@ class Task:
         return batch
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        """For ``strategy: fsdp``: the modules of ``model`` whose parameters are gathered together, none in another.
+        """Return modules for ``strategy: fsdp``, none in another: the parameters of each are gathered together.
 
         A block is used by calling it. ``None``: the members of module lists of one kind, else the model's children.
         """
         return None
 
     def stages(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        """For ``strategy: pipeline``: parts of ``model`` that, called one after the other, compute the same.
+        """Return parts of ``model`` for ``strategy: pipeline`` that, called one after the other, compute the same.
 
         The first gets the tensors of the task's call; each returns a tensor or a tuple of tensors, which
         the next is called with. ``None``: the model cannot be cut.
@@ -373,7 +373,7 @@ class Task:
         return None
 
     def hooks(self) -> Sequence[tuple[Callable[..., Mapping[str, float] | None], int]]:
-        """``(function, every)`` pairs: ``function(step_result, model)`` after every ``every`` steps.
+        """Return ``(function, every)`` pairs: ``function(step_result, model)`` after every ``every`` steps.
 
         Numbers that a hook returns are logged as scalars. Hooks run on every rank, and talk to the others through
         :func:`lockstep.collectives`.
@@ -381,11 +381,11 @@ class Task:
         return ()
 
     def callbacks(self) -> Sequence[Callback]:
-        """Called around steps, epochs and evaluations, in this order; asked for after ``load_state_dict``."""
+        """Return objects to call around steps, epochs and evaluations, in this order, after ``load_state_dict``."""
         return ()
 
     def remarks(self) -> Sequence[str | Sound]:
-        """Lines for people about the last evaluation, such as examples; asked on the main rank.
+        """Return lines for people about the last evaluation, such as examples; asked on the main rank.
 
         A :class:`lockstep.Sound` is a line with a recording, written to ``audio/`` of the run.
         With a parameter, ``remarks(self, model)``, it gets the model in evaluation mode, unless that is divided.
@@ -393,7 +393,7 @@ class Task:
         return ()
 
     def pictures(self) -> Mapping[str, NDArray[np.uint8]]:
-        """Pictures of the last evaluation by name, such as inputs and outputs; asked on the main rank.
+        """Return pictures of the last evaluation by name, such as inputs and outputs; asked on the main rank.
 
         May take the model, as ``remarks``. Pixels from 0 to 255: grey (height, width) or RGB (height, width, 3).
         Written to ``pictures/`` of the run, and logged.
@@ -401,7 +401,7 @@ class Task:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the task itself that a checkpoint should keep."""
+        """Return state of the task itself that a checkpoint should keep."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

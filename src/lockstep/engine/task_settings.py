@@ -56,7 +56,7 @@ class _Field(NamedTuple):
 
 
 def settings_model(kind: type[Any]) -> type[BaseModel]:
-    """The fields of the task's ``Config`` and, as fields, the parameters of its ``__init__`` that take plain values."""
+    """Make the fields of the task's ``Config`` and of the parameters of its ``__init__`` that take plain values."""
     config: Any = kind.Config
     if not issubclass(config, BaseModel):  # a dataclass, or another class with an __init__
         config = create_model(config.__name__, __base__=TaskConfig, **_fields(config.__init__))
@@ -67,7 +67,7 @@ def settings_model(kind: type[Any]) -> type[BaseModel]:
 
 
 def arguments_of(kind: type[Any], settings: Mapping[str, Any], validated: BaseModel) -> tuple[Any, dict[str, Any]]:
-    """The task's configuration, and the arguments to make it with; ``validated``: ``settings`` as a model."""
+    """Return the task's configuration, and the arguments to make it with; ``validated``: ``settings`` as a model."""
     fields = _arguments(kind)
     is_model = issubclass(kind.Config, BaseModel)
     names = {*fields, *(validated.model_extra or ())}
@@ -81,7 +81,7 @@ def arguments_of(kind: type[Any], settings: Mapping[str, Any], validated: BaseMo
 
 
 def record_arguments(kind: type[Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Recorded:
-    """The arguments of ``kind(*arguments, **keywords)``, defaults included; none of a call that Python will refuse."""
+    """Record the arguments of ``kind(*arguments, **keywords)``, with defaults; none if Python will refuse them."""
     if not kind.records_arguments or not isinstance(kind.Config, type):  # the latter is refused later
         return Recorded({})
     signature = inspect.signature(kind.__init__)
@@ -107,7 +107,7 @@ def record_arguments(kind: type[Any], arguments: tuple[Any, ...], keywords: Mapp
 
 
 def settings_of(task: Any) -> Recorded:
-    """The settings that make a task like ``task``: its arguments and its configuration."""
+    """Return the settings that make a task like ``task``: its arguments and its configuration."""
     kind = type(task)
     recorded: Recorded = task._lockstep_recorded
     config = vars(task).get("config")
@@ -120,7 +120,7 @@ def settings_of(task: Any) -> Recorded:
 
 
 def config_parameter(kind: type[Any]) -> str | None:
-    """The parameter of ``__init__`` that takes the task's ``Config``."""
+    """Return the parameter of ``__init__`` that takes the task's ``Config``."""
     declared = kind.Config is not TaskConfig
     for parameter in _signature(kind.__init__).parameters.values():
         if parameter.name in _CONFIG:
@@ -171,7 +171,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _fields(function: Callable[..., Any], without: str | None = None) -> dict[str, Any]:
-    """The parameters of ``function`` with plain values, as fields of a model."""
+    """Return the parameters of ``function`` with plain values, as fields of a model."""
     fields = dict[str, Any]()
     for parameter in [*_signature(function).parameters.values()][1:]:
         name = parameter.name

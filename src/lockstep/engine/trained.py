@@ -120,7 +120,7 @@ def separate_elements(model: nn.Module) -> None:
 
 
 def bare(module: nn.Module) -> nn.Module:
-    """The task's model itself: what its functions are called with."""
+    """Return the task's model itself, with which its functions are called."""
     return module.parts[0] if isinstance(module, Trained) else module
 
 
@@ -161,7 +161,7 @@ class Callbacks:
             method(context, bare(model))
 
     def caller(self, name: str, context: Context, model: nn.Module) -> Callable[[], None] | None:
-        """A function that calls ``name``; ``None`` where no callback has it."""
+        """Return a function that calls ``name``; ``None`` where no callback has it."""
         return (lambda: self.call(name, context, model)) if name in self._methods else None
 
 

@@ -142,9 +142,9 @@ class Training:
         return {"state": self.log.current_state()}
 
     def _whole(self, content: dict[str, Any]) -> dict[str, Any]:
-        """``content`` from the parts that ranks have, on ranks with a writer. Collective if the model is divided."""
+        """Merge the ranks' parts of ``content``, on ranks with a writer. Collective if the model is divided."""
         raise NotImplementedError
 
     def _steady(self) -> Steady | None:
-        """As for :meth:`.HostBuffers.copy`."""
+        """Return the argument ``steady`` of :meth:`.HostBuffers.copy`."""
         return None

@@ -42,7 +42,7 @@ EPOCH_CALLER = "Lockstep calls it with the epoch, from 0, before on_epoch_start 
 
 
 def open_data(task: Task, config: RunConfig, collectives: Collectives | None = None) -> Datasets:
-    """``prepare()`` once per node, then the data sets; the only way to open a task's data. Collective, if with ranks.
+    """Call ``prepare()`` once per node, then open the data sets of a task. Collective, if with ranks.
 
     The draws of a task there from ``random``, NumPy or torch start from the run's seed, and the caller's generators are
     restored: so ``random_split`` without a generator gives the same parts on any ranks and in every attempt.
@@ -63,7 +63,7 @@ def prepare_data(task: Task, config: RunConfig) -> None:
 
 
 def open_datasets(task: Task, config: RunConfig) -> Datasets:
-    """``task.datasets()`` under the run's seed; its data are prepared on this node."""
+    """Call ``task.datasets()`` under the run's seed; its data are prepared on this node."""
     task._lockstep_data = data_settings(config)
     with seeded(config.training.seed):
         datasets = task.datasets()
@@ -104,7 +104,7 @@ def _checked_names(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_data(datasets: Datasets) -> None:
-    """At the end of an attempt: stop handing out a stream."""
+    """Stop handing out a stream at the end of an attempt."""
     if isinstance(datasets.train, Stream):
         datasets.train.end()
 
@@ -140,7 +140,7 @@ def begin_stream(datasets: Datasets, *arguments: Any) -> Stream | None:
 
 
 def array_bytes(dataset: Any) -> int:
-    """Bytes of a data set of arrays in memory; 0 for any other."""
+    """Return bytes of a data set of arrays in memory; 0 for any other."""
     is_at_hand = type(dataset) is ArrayDataset and dataset.is_in_memory
     return dataset.row_bytes * len(dataset) if is_at_hand else 0
 
@@ -159,7 +159,7 @@ def kept_on(source: Source, device: torch.device, plan: Plan) -> tuple[Source, s
 
 
 def walk(plan: Plan, world: World, *, epoch: int = 0, position: int = 0) -> Iterator[Window]:
-    """The steps of this rank, from ``position`` of ``epoch`` to the end of the run."""
+    """Yield the steps of this rank, from ``position`` of ``epoch`` to the end of the run."""
     return windows(
         plan.batch,
         rank=0 if plan.pipelined else world.rank,
@@ -179,13 +179,13 @@ def loaded(
     position: int = 0,
     settled: Settled = lambda workers, text: None,
 ) -> Generator[Any, None, None]:
-    """The batches of :func:`walk`, loaded as the plan asks; ``settled``: see :func:`.make_loader`."""
+    """Load the batches of :func:`walk` as the plan asks; ``settled``: see :func:`.make_loader`."""
     requests = chain.from_iterable(window.requests for window in walk(plan, world, epoch=epoch, position=position))
     return make_loader(source, requests, plan.loader, world.rank, largest=plan.batch.batch_size, settled=settled)
 
 
 def collate_of(task: Task) -> Collate:
-    """How ``task``'s samples become a batch; torch's ``default_collate`` itself, where the task has no other."""
+    """Return the function that makes a batch of ``task``'s samples; torch's ``default_collate`` by default."""
     is_default = getattr(task.collate, "__func__", None) is Task.collate
     return cast(Collate, default_collate) if is_default else task.collate
 
@@ -220,7 +220,7 @@ def _order(task: Task, sampling: Sampling | None, plan: Plan) -> SampleOrder:
 
 
 def _sampled(sampling: Sampling | None, plan: Plan) -> SampleOrder:
-    """The order before it is bucketed."""
+    """Return the order before it is bucketed."""
     planned = plan.order
     if planned.sampling is None and planned.positions is None:
         return Order(plan.task.train_samples, plan.seed)

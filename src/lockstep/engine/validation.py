@@ -76,7 +76,7 @@ class Validation:
         )
 
     def run(self) -> dict[str, float]:
-        """The numbers among the metrics of the validation data, named ``val_…``; the task's remarks are emitted."""
+        """Evaluate the validation data; return its numbers, named ``val_…``, and emit the task's remarks."""
         self._parts.strategy.passes.buffers.check()
         with self._parts.update.averages.in_use(), evaluation(self._task, self._module, self._parts.callbacks):
             rest = [*self._datasets.named.items()][1:]  # the first one is the last evaluated, and shown
@@ -87,7 +87,7 @@ class Validation:
         return _by_row_name(evaluations)
 
     def test(self, step: int) -> dict[str, float]:
-        """The numbers among the metrics of the test set, with the weights of ``step``; others go to ``tables.json``.
+        """Evaluate the test set with the weights of ``step``; return numbers, write others to ``tables.json``.
 
         The samples behind the cells of a confusion matrix among them go to ``confused.json``.
         """
@@ -145,7 +145,7 @@ class Validation:
 
 
 def _by_row_name(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The numbers of ``evaluations``, by the prefix of their set, as rows have them. Raises :class:`TaskError`."""
+    """Name the numbers of ``evaluations`` by the prefix of their set, as in rows. Raises :class:`TaskError`."""
     row: dict[str, float] = {}
     for prefix, metrics in evaluations.items():
         for metric, value in _numbers(metrics).items():

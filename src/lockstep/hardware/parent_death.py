@@ -64,7 +64,7 @@ def make_lifeline() -> int:
 
 
 def take_lifeline() -> int:
-    """The pipe of :func:`make_lifeline`, taken from standard input, which becomes empty."""
+    """Return the pipe of :func:`make_lifeline`, taken from standard input, which becomes empty."""
     lifeline = os.dup(0)  # not inheritable: children of this process get the empty one
     null_device = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null_device, 0)
@@ -73,7 +73,7 @@ def take_lifeline() -> int:
 
 
 def bind_loader_worker() -> None:
-    """In a data loader's worker: end with the process that started it, and leave Ctrl-C, SIGTERM and SIGHUP to it.
+    """End a data loader's worker with the process that started it; leave Ctrl-C, SIGTERM and SIGHUP to that.
 
     Works for any child of :mod:`multiprocessing`. Workers may outlive the thread that started them, so they have no
     parent-death signal. SLURM and systemd send SIGTERM to every process of a job, and a rank needs its workers until

@@ -288,7 +288,7 @@ def _precision(configured: str, devices: Sequence[Device]) -> tuple[str, str]:
 
 
 def describe_users(device: Device) -> str:
-    """``python (pid 123, 20.1 GB), …``."""
+    """List users of a device: ``python (pid 123, 20.1 GB), …``."""
     return ", ".join(
         f"{user.name} (pid {user.pid}" + (f", {user.memory_gb} GB)" if user.memory_gb is not None else ")")
         for user in device.users
@@ -430,5 +430,5 @@ def find(name: str, detected: Sequence[Device]) -> Device:
 
 
 def describe(devices: Sequence[Device]) -> str:
-    """``cpu (AMD EPYC), gpu:0 (NVIDIA H200)``, or ``nothing``."""
+    """List devices: ``cpu (AMD EPYC), gpu:0 (NVIDIA H200)``, or ``nothing``."""
     return ", ".join(f"{device.id} ({device.name})" for device in devices) or "nothing"

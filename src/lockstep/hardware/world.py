@@ -123,7 +123,7 @@ def read_world(environ: Mapping[str, str]) -> World:
 
 
 def restart_count(environ: Mapping[str, str]) -> int:
-    """How many times the launcher has started this node's ranks again."""
+    """Count the launcher's restarts of this node's ranks."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

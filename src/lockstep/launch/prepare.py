@@ -48,14 +48,14 @@ class RunInputs:
 
 
 def overrides_of(config: RunConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The settings that were given, without defaults."""
+    """Return the settings that were given, without defaults."""
     return config.model_dump(exclude_unset=True, mode="json") if isinstance(config, RunConfig) else dict(config or {})
 
 
 def settle(
     task: Task | type[Task] | str | None, config: RunConfig | Mapping[str, Any] | None
 ) -> tuple[Task, RunConfig]:
-    """The task as an object and the complete configuration: general defaults < the task's < those of ``config``."""
+    """Make the task and the complete configuration: general defaults < the task's < those of ``config``."""
     overrides = overrides_of(config)
     task_section = overrides.get("task") or {}
     if not isinstance(task_section, Mapping):
@@ -91,7 +91,7 @@ def settle(
 def native_settings(
     task: Task | type[Task] | str | None, config: RunConfig | Mapping[str, Any] | None
 ) -> Mapping[str, Any]:
-    """``config`` with which Lockstep's loop trains a ``LightningModule``; unchanged for another task.
+    """Adapt ``config`` to train a ``LightningModule`` with Lockstep's loop; unchanged for another task.
 
     The batch size per device is that of the module's training loader.
     """
@@ -157,7 +157,7 @@ def plan_for(
 
 
 def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:
-    """Intra-op threads that the user has set: for all programs, or in this process, if it trains.
+    """Return intra-op threads that the user has set: for all programs, or in this process, if it trains.
 
     torchrun sets ``OMP_NUM_THREADS`` to 1 where the user has not, so it is ignored there.
     """
@@ -172,7 +172,7 @@ def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:
 
 
 def _may_divide(config: RunConfig, placement: Placement) -> bool:
-    """Whether ``strategy: auto`` may take fsdp: on several GPUs, and not where fsdp would be refused."""
+    """Return whether ``strategy: auto`` may take fsdp: on several GPUs, and not where fsdp would be refused."""
     training = config.training
     several = placement.world_size > 1 and placement.accelerator == "gpu" and config.hardware.strategy == "auto"
     return several and training.reproducibility == "fast" and not training.compile

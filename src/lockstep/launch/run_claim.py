@@ -51,7 +51,7 @@ _claiming = threading.Lock()
 
 
 def create_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
-    """The folder of a new run: ``save_dir``, or a fresh one under ``runs_dir``. Raises :class:`RunFolderError`."""
+    """Create the folder of a new run: ``save_dir``, or one under ``runs_dir``. Raises :class:`RunFolderError`."""
     run_id = run_id or new_run_id(config.save_dir)
     path = config.save_dir or config.runs_dir / run_id
     _set_failed_aside(RunDir(absolute(path)))
@@ -73,7 +73,7 @@ def _set_failed_aside(run: RunDir) -> None:
 
 
 def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
-    """The run to resume, if ``--resume`` was given and the folder, or else its mirror, has one."""
+    """Return the run to resume, if ``--resume`` was given and the folder, or else its mirror, has one."""
     if not resume:
         return None
     if config.save_dir is None:
@@ -92,7 +92,7 @@ def existing_run(config: RunConfig, resume: bool) -> RunDir | None:
 
 
 def run_at(url: str, runs_dir: Path) -> RunDir:
-    """The run that is mirrored at ``url``, to resume it: its folder in ``runs_dir``, which is fetched if it is missing.
+    """Find or fetch the folder in ``runs_dir`` of the run that is mirrored at ``url``, to resume it.
 
     Raises :class:`RunFolderError`: the mirror cannot be read, has no run, or its run is still running.
     """
@@ -112,7 +112,7 @@ def _fetched(url: str, folder: Path) -> RunDir | None:
 
 
 def refuse_running(run: RunDir) -> None:
-    """Raises :class:`RunFolderError` when a process trains the run, or may be about to."""
+    """Raise :class:`RunFolderError` when a process trains the run, or may be about to."""
     if is_own_job(run, os.environ):
         return
     record = run.read()
@@ -159,7 +159,7 @@ def claimed(run: RunDir, wait_s: float = CLAIM_WAIT_S) -> Iterator[None]:
 
 
 def _claim(file: Path, key: Path) -> int | None:
-    """The descriptor that holds the claim; ``None`` when another process has it. Raises :class:`StorageError`."""
+    """Claim the run by a descriptor, which holds it; ``None``: another process does. Raises :class:`StorageError`."""
     with _claiming:
         # A process has a lock once: its threads need this set, and must not open and close the file of a claim.
         if key in _claimed_here:
@@ -179,7 +179,7 @@ def _claim(file: Path, key: Path) -> int | None:
 def changed_config(
     run: RunDir, changes: Mapping[str, Any], devices: str | None = None, *, task_is_given: bool = True
 ) -> RunConfig:
-    """The run's configuration with ``changes`` and, if given, on other ``devices``; task and seed stay as they were.
+    """Return the run's configuration with ``changes`` and, if given, other ``devices``; task and seed stay.
 
     The name of the task may change to that of a class of the same name, such as one in a file that was moved.
     An edit of ``config.yaml`` since the newest attempt is refused, unless ``changes`` include it.
@@ -250,7 +250,7 @@ def keep_config(run: RunDir, config: RunConfig) -> None:
 def task_again(
     run: RunDir, config: RunConfig, task: Task | type[Task] | None = None, *, is_named: bool = False
 ) -> Task:
-    """The task of a run: ``task`` if it is given and has the run's settings, else made from these.
+    """Return the task of a run: ``task`` if it is given and has the run's settings, else made from these.
 
     ``is_named``: the user has named all that ``config`` names (:func:`changed_config`).
 
@@ -286,7 +286,7 @@ def task_again(
 
 
 def task_of_run(task: Task | type[Task], config: RunConfig, *, as_given: bool) -> Task:
-    """The task with the run's settings: made again from its class, or the caller's object if it has them."""
+    """Return the task with the run's settings: made again from its class, or the caller's object if it has them."""
     if not as_given or isinstance(task, type):
         refuse_unrecorded(config.task.model_dump())
         task = make_task(task if isinstance(task, type) else type(task), config.task.settings)
@@ -318,7 +318,7 @@ def begin_again(run: RunDir, config: RunConfig, plan: Plan) -> tuple[int, int]:
 def resume_point(
     run_dir: RunDir, *, hold: bool, report: Callable[[str], None], accept_data: bool = False
 ) -> ResumePoint | None:
-    """Where a run resumes: at its latest valid checkpoint, or at its beginning; ``None`` when it has no plan yet.
+    """Return where a run resumes: its latest valid checkpoint, or the beginning; ``None`` when it has no plan yet.
 
     ``hold``: keep the run's global batch. ``accept_data``: resume on other training data of the same length, too.
     """
@@ -354,7 +354,7 @@ def resume_point(
 
 
 def plan_of(run_dir: RunDir) -> Plan:
-    """The newest plan of a run. Raises :class:`RunFolderError`."""
+    """Return the newest plan of a run. Raises :class:`RunFolderError`."""
     try:
         return Plan.model_validate(run_dir.plan())
     except ValidationError as error:

@@ -134,7 +134,7 @@ def _restarted(start: Start, number: int, reason: str) -> Start:
 
 
 def rank_limits(config: RunConfig, threads: int, restarts: int = 0) -> RankLimits:
-    """Limits of the ranks of a run; a rank that stops completes the run's mirror."""
+    """Return limits of the ranks of a run; a rank that stops completes the run's mirror."""
     mirror_s = 0.0 if config.storage.mirror is None else config.storage.mirror_wait_s
     return RankLimits(
         threads=threads,

@@ -83,7 +83,7 @@ class StoreIO(TorchCheckpointIO):
         return {**rest, "state_dict": dict(self._snapshot.model), "loops": loops}
 
     def _loops(self, trainer: Trainer, global_step: int) -> dict[str, Any]:
-        """The progress of the Trainer's loops at the run's epoch and position, for this number of ranks."""
+        """Return the progress of the Trainer's loops at the run's epoch and position, for this number of ranks."""
         state = self._log.state
         batch = self._batch
         loops = deepcopy(trainer.fit_loop.state_dict())
@@ -110,13 +110,13 @@ class StoreIO(TorchCheckpointIO):
 
 
 def set_progress(progress: dict[str, Any], **counters: int) -> None:
-    """Of one of a Trainer's loops, as its checkpoints have it."""
+    """Set the progress of one of a Trainer's loops, as its checkpoints have it."""
     progress["total"].update(counters)
     progress["current"].update(counters)
 
 
 def as_file(snapshot: Snapshot) -> dict[str, Any]:
-    """A checkpoint of a module's run as ``LightningModule.load_from_checkpoint`` reads one."""
+    """Convert a checkpoint of a module's run to the form that ``LightningModule.load_from_checkpoint`` reads."""
     state = snapshot.trainer["lightning"]
     entries = {key: value for key, value in state.items() if key not in _OF_THE_RUN}
     return {**entries, "state_dict": dict(snapshot.model)}

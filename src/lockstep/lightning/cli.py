@@ -97,7 +97,7 @@ def _fit(cli: LockstepCLI, options: dict[str, Any]) -> int:
 
 
 def _task(cli: LockstepCLI, section: dict[str, Any], options: dict[str, Any]) -> str | ModuleTask:
-    """The task by name, where every rank can find its classes; else an object."""
+    """Return the task by name, where every rank can find its classes; else an object."""
     options = {name: value for name, value in options.items() if name != "args"}
     model = options["model_class"]
     data = options["datamodule_class"]
@@ -125,7 +125,7 @@ def _importable(kind: Any) -> bool:
 
 
 def _save_dir(run_dir: str | None, stored: Stored | None) -> str | None:
-    """The folder of the run: that of the checkpoint, or ``run_dir``, with a number if another run is in it."""
+    """Return the folder of the run: that of the checkpoint, or ``run_dir``, with a number if another run is in it."""
     if stored is not None:
         if run_dir is not None and Path(run_dir).absolute() != stored.run.path:
             raise ConfigError(

@@ -43,13 +43,13 @@ class RankedDdp(LaunchedDdp):
     _in_batch = False
 
     def on_validation_start(self) -> None:
-        """Gives all ranks rank 0's buffers, as DDP does before each forward pass of training."""
+        """Give all ranks rank 0's buffers, as DDP does before each forward pass of training."""
         assert self.lightning_module is not None
         for buffer in self.lightning_module.buffers():
             distributed.broadcast(buffer, 0)
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """As Lightning's. Ranks agree on the logged names before they exchange gradients."""
+        """Agree on the logged names before ranks exchange gradients; the rest as Lightning's."""
         assert self.lightning_module is not None
         end_names(self.lightning_module.trainer)
         super().pre_backward(closure_loss)
@@ -64,13 +64,13 @@ class RankedDdp(LaunchedDdp):
             self._in_batch = False
 
     def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """As Lightning's. Refused in an evaluation step that some ranks make once more than others."""
+        """Gather as Lightning's does, but not in an evaluation step that some ranks make once more than others."""
         if self._in_batch:
             check_even(self.lightning_module.trainer)  # type: ignore[union-attr]
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        """As Lightning's, but the mean of whole numbers is not rounded down.
+        """Reduce as Lightning's does, but do not round the mean of whole numbers down.
 
         ``self.log(…, sync_dist=True)`` divides by the mean of the ranks' samples: for 3 and 2 that is 2.5, not 2.
         """
@@ -88,7 +88,7 @@ def check_loaders(collectives: Collectives, *, train: Any = None, val: Any = Non
 
 @contextmanager
 def agreed_logging(trainer: Trainer) -> Iterator[None]:
-    """Inside, ranks of ``trainer`` may log other names, and have list states of other lengths."""
+    """Allow ranks of ``trainer`` to log other names, and to have list states of other lengths, in the body."""
     if trainer.world_size == 1:
         yield
         return
@@ -98,7 +98,7 @@ def agreed_logging(trainer: Trainer) -> Iterator[None]:
 
 
 def check_even(trainer: Trainer) -> None:
-    """Raises :class:`UnsupportedError` where some ranks evaluate a batch more than others."""
+    """Raise :class:`UnsupportedError` where some ranks evaluate a batch more than others."""
     for sampler in evaluation_samplers(trainer):
         if isinstance(sampler, SharedBatches) and not sampler.is_even:
             raise UnsupportedError(
@@ -126,11 +126,11 @@ class RankEnvironment(LightningEnvironment):
         return self._world.node_rank
 
     def teardown(self) -> None:
-        """Leaves the process's variables alone."""
+        """Leave the process's variables alone."""
 
 
 def planned_strategy(devices: tuple[str, ...], ranks: int) -> Strategy:
-    """The strategy that a Trainer on ``ranks`` of these devices has, not set up."""
+    """Return the strategy that a Trainer on ``ranks`` of these devices has, not set up."""
     used = [torch.device(name.replace("gpu", "cuda")) for name in devices]
     return RankedDdp(parallel_devices=used) if ranks > 1 else SingleDeviceStrategy(device=used[0])
 
@@ -138,7 +138,7 @@ def planned_strategy(devices: tuple[str, ...], ranks: int) -> Strategy:
 def rank_arguments(
     placement: Mapping[str, Any], world: World, distributed: DistributedConfig | None = None
 ) -> dict[str, Any]:
-    """Arguments of a ``Trainer`` for this rank: accelerator, devices, strategy, nodes, precision, cluster environment.
+    """Return a ``Trainer``'s arguments for this rank: accelerator, devices, strategy, nodes, precision, cluster.
 
     Args:
         placement: :meth:`.Placement.as_dict`.

@@ -63,7 +63,7 @@ def epoch_steps(batch: BatchPlan, rank: int, position: int) -> Iterator[Step]:
 
 
 def used_batches(state: TrainState, batch: BatchPlan) -> int:
-    """Micro-batches of this epoch that earlier attempts have used."""
+    """Count micro-batches of this epoch that earlier attempts have used."""
     return round(state.position / batch.global_batch) * batch.accumulate
 
 
@@ -133,7 +133,7 @@ def _batch_size(loader: Any) -> int:
 
 
 def _combined(loaders: Any) -> Any:
-    """One loader, or several as the Trainer combines them."""
+    """Return one loader, or several as the Trainer combines them."""
     from lightning.pytorch.utilities import CombinedLoader
 
     return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
@@ -280,7 +280,7 @@ class TrainingLoader:
         )
 
     def check_length(self, planned: int, epoch: int) -> None:
-        """Raises :class:`DataError` where the loader of ``epoch``, from 0, has not the length of the plan."""
+        """Raise :class:`DataError` where the loader of ``epoch``, from 0, has not the length of the plan."""
         if self.length != planned:
             raise DataError(
                 f"the training loader has a length of {self.length} in epoch {epoch + 1}, and of {planned} in the plan",
@@ -326,7 +326,7 @@ class TrainingLoader:
 
 
 def check_interval(arguments: Mapping[str, Any], batch: BatchPlan) -> None:
-    """Raises :class:`ConfigError` where the Trainer would validate less than once an epoch, which it refuses."""
+    """Raise :class:`ConfigError` where the Trainer would validate less than once an epoch, which it refuses."""
     interval: Any = arguments.get("val_check_interval")
     batches = batch.steps_per_epoch * batch.accumulate
     of_epoch = arguments.get("check_val_every_n_epoch", 1) is not None
@@ -370,7 +370,7 @@ def evaluation_loader(
     drops_last: bool = True,
     report: Callable[[str], object] | None = None,
 ) -> Any:
-    """The user's evaluation loader in index order, its batches shared out among ranks.
+    """Return the user's evaluation loader in index order, its batches shared out among ranks.
 
     Args:
         drops_last: leave a last, short batch out where the loader says so (``drop_last``).
@@ -397,7 +397,7 @@ Change = Callable[[Any], Any]
 
 @contextmanager
 def replaced_loaders(owners: list[Any], train: Change, evaluation: Change, *, seed: int) -> Iterator[None]:
-    """While this is open, the loader hooks of ``owners`` return their loaders as changed by these functions.
+    """Make the loader hooks of ``owners`` return their loaders as changed by these functions, in the body.
 
     The owners are a data module, or ``None``, and a module. Every hook runs with torch seeded to ``seed``, so that a
     random split is the same on all ranks and in every attempt. Instance attributes shadow the hooks and are removed at
@@ -446,7 +446,7 @@ def _restart_workers(loaders: Any) -> None:
 
 
 def defines(owner: Any, hook: str) -> bool:
-    """Whether a (data) module defines a hook."""
+    """Return whether a (data) module defines a hook."""
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     return is_overridden(hook, owner)

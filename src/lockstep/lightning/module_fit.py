@@ -156,7 +156,7 @@ def evaluate_checkpoint(task: ModuleTask, reopened: Reopened) -> dict[str, Any]:
 def evaluate_module(
     task: ModuleTask, split: str, placement: Mapping[str, Any], seed: int
 ) -> tuple[dict[str, float], int | None]:
-    """What ``task.module`` logs over ``split``, by the names of rows, and how many samples there were.
+    """Evaluate ``task.module`` on ``split``: its logged values, by the names of rows, and the number of samples.
 
     Their number is ``None`` where a loader does not say it: of an iterable data set, or several loaders in one.
     """

@@ -175,7 +175,7 @@ class ModuleTask(Task):
             return _make(self.module_class, self.config.model, "task.model")
 
     def _configured(self, sections: dict[str, Any]) -> Any:
-        """The module that LightningCLI makes, with data module and arguments of the Trainer."""
+        """Make a module as LightningCLI does, with data module and arguments of the Trainer."""
         from lockstep.lightning.cluster import quiet_trainer
         from lockstep.lightning.parts import make_parts
 
@@ -218,7 +218,7 @@ class ModuleTask(Task):
         return training.max_steps and training.max_steps * training.accumulate
 
     def _check_reloads(self, length: int, ranks: int) -> None:
-        """Raises :class:`DataError` where a loader that is made again in later epochs has another length."""
+        """Raise :class:`DataError` where a loader that is made again in later epochs has another length."""
         every = self.trainer_arguments.get("reload_dataloaders_every_n_epochs") or self.planned.training.epochs
         owner = next(owner for owner in self._owners if defines(owner, "train_dataloader"))
         attributes = dict(vars(owner))
@@ -251,7 +251,7 @@ class ModuleTask(Task):
 
     @contextmanager
     def planning(self, ranks: int | None = None) -> Iterator[int]:
-        """``self.trainer`` of module and data module is a :class:`PlannedTrainer`; yields the number of ranks."""
+        """Set ``self.trainer`` of module and data module to a :class:`PlannedTrainer`; yield the number of ranks."""
         from lockstep.lightning.cluster import quiet_trainer
 
         config = self.planned
@@ -278,7 +278,7 @@ class ModuleTask(Task):
         return module
 
     def fresh_module(self) -> Any:
-        """The module that was given, or a new one of its class."""
+        """Return the module that was given, or a new one of its class."""
         return self._build() if self.module_class is not None else self.module
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -319,7 +319,7 @@ def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make(kind: type, arguments: dict[str, Any], section: str) -> Any:
-    """Raises :class:`ConfigError` when ``kind`` does not take ``arguments``."""
+    """Raise :class:`ConfigError` when ``kind`` does not take ``arguments``."""
     try:
         signature(kind).bind(**arguments)
     except TypeError as error:

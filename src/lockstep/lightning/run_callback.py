@@ -257,12 +257,12 @@ class RunLogCallback(Checkpoint):
         return self._log.ended_by in (EndedBy.SIGNAL, EndedBy.TIME)
 
     def _after_batch(self, trainer: pl.Trainer) -> None:
-        """Before an evaluation: keep the state of a run that ends here, within an epoch."""
+        """Keep the state of a run that ends here, within an epoch, before it is evaluated."""
         if trainer.should_stop and not self._is_epoch_over and not self._is_stopped:
             self._save(trainer, keep=True)
 
     def _before_epoch_end(self, trainer: pl.Trainer) -> bool:
-        """Whether to call the hooks of the epoch's end: not where a stop request ends the run within it.
+        """Return whether to call the hooks of the epoch's end: not where a stop request ends the run within it.
 
         With ``max_steps`` they are called, as by any Trainer, and again in a run that is resumed.
         """
@@ -320,7 +320,7 @@ class RunLogCallback(Checkpoint):
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The scalars among ``metrics``, by the names of rows. The mean loss of the run keeps its name."""
+    """Return the scalars among ``metrics``, by the names of rows. The mean loss of the run keeps its name."""
     scalars = {name: float(value) for name, value in metrics.items() if torch.as_tensor(value).numel() == 1}
     return as_row(scalars, taken=("train_loss",))
 

@@ -85,7 +85,7 @@ def refuse_arguments(names: Set[str]) -> None:
 
 
 def as_list(argument: Any) -> list[Any]:
-    """An argument of the Trainer that may be one object or several."""
+    """Return an argument of the Trainer that may be one object or several."""
     if argument is None:
         return []
     return list(argument) if isinstance(argument, (list, tuple)) else [argument]

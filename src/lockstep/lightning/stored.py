@@ -19,12 +19,12 @@ class Stored(NamedTuple):
     name: str
 
     def load(self) -> Snapshot:
-        """Raises :class:`CheckpointError`."""
+        """Raise :class:`CheckpointError`."""
         return find_checkpoint(self.run, self.name)
 
 
 def stored_checkpoint(path: Any, run_dir: str | None, runs_dir: Path) -> Stored | None:
-    """The checkpoint that ``--ckpt_path`` names in a run folder; ``None``: it is not given.
+    """Return the checkpoint that ``--ckpt_path`` names in a run folder; ``None``: it is not given.
 
     ``best`` and ``last`` mean a checkpoint of ``run_dir`` if that is a run, else of the latest run.
 

@@ -89,7 +89,7 @@ def _load_callbacks(callbacks: list[Any], state: Mapping[str, Any]) -> None:
 
 
 def _data_of(train: Any, val: Any, datamodule: LightningDataModule | None) -> LightningDataModule | None:
-    """The data module, or one with these loaders, as ``Trainer.fit`` takes them."""
+    """Return the data module, or one with these loaders, as ``Trainer.fit`` takes them."""
     from lightning.pytorch import LightningDataModule
 
     if isinstance(train, LightningDataModule):
@@ -108,7 +108,7 @@ _OF_TRAINING = ("max_epochs", "max_steps", "accumulate_grad_batches", "gradient_
 
 
 def build_trainer(run_dir: Path | str, config: Mapping[str, Any]) -> Trainer:
-    """A ``Trainer`` on the devices of ``config["hardware"]``, with ``run_dir`` as its root.
+    """Build a ``Trainer`` on the devices of ``config["hardware"]``, with ``run_dir`` as its root.
 
     With several devices its strategy is ``ddp``: Lightning then starts the other processes by running the
     script again, unless a launcher has started them. :func:`lockstep.lightning.fit` runs nothing again.

@@ -142,6 +142,6 @@ def _has_gap(array: Any) -> bool:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Of an Arrow type: a number that torch has, or a list of numbers of fixed size."""
+    """Return whether an Arrow type is a number that torch has, or a list of numbers of fixed size."""
     kind = kind.value_type if hasattr(kind, "list_size") else kind
     return str(kind) in ("bool", "int8", "int16", "int32", "int64", "uint8", "halffloat", "float", "double")

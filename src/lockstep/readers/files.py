@@ -140,12 +140,12 @@ def _listed(files: Files) -> Sequence[str | Path]:
 
 
 def class_folders(root: Path) -> list[Path]:
-    """The folders in ``root``, sorted; without hidden ones and those that a Mac adds to an archive."""
+    """Return the folders in ``root``, sorted; without hidden ones and those that a Mac adds to an archive."""
     return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".") and p.name != "__MACOSX")
 
 
 def inside(folder: str, suffixes: tuple[str, ...]) -> list[str]:
-    """The files in ``folder`` and the folders in it with one of ``suffixes``, in any case; without hidden ones.
+    """Return the files in ``folder`` and the folders in it with one of ``suffixes``, in any case; without hidden ones.
 
     Raises:
         DataError: there are too many files, as where a linked folder leads back to one that it is in.
@@ -183,7 +183,7 @@ def open_file(name: str) -> BinaryIO:
 
 
 def _version(name: str) -> str:
-    """What differs for another content of a file. The time of a status change cannot be set by a program."""
+    """Return a value that differs for another content of a file. No program can set the time of a status change."""
     try:
         if "://" not in name:
             status = Path(name).stat()

@@ -81,7 +81,7 @@ class FrameEncoder:
         return pandas.DataFrame(columns)
 
     def _codes(self, name: str, column: Any) -> npt.NDArray[np.int64]:
-        """The place of each value among those of the training frame; -1: it has no such value."""
+        """Return the place of each value among those of the training frame; -1: it has no such value."""
         import pandas
 
         places = pandas.Index(self._values[name], dtype=object).get_indexer(column.astype(object))
@@ -115,7 +115,7 @@ def _as_pandas(frame: Any) -> Any:
 
 
 def _numbers_of(name: str, column: Any) -> npt.NDArray[np.float64] | None:
-    """Numbers, booleans, decimals and times (in seconds) as float64, NaN where missing; ``None``: texts, categories."""
+    """Convert numbers, booleans, decimals and times (in seconds) to float64, NaN where missing; ``None``: others."""
     import pandas
     from pandas.api import types
 

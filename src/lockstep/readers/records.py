@@ -314,7 +314,7 @@ class CsvFiles(_Records):
             yield row, sum(map(len, row))
 
     def _rows(self, file: BinaryIO) -> Iterator[list[str]]:
-        """The rows of a file, the header among them."""
+        """Yield the rows of a file, the header among them."""
         text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         end = "\0end of the file"
 
@@ -490,12 +490,12 @@ class TokenFile:
         return self._maps[number][start : start + self._size].astype(np.int64)
 
     def gathered(self, indices: NDArray[np.int64]) -> Tensor:
-        """The batch that ``default_collate`` makes of the samples ``indices``: int64, of shape ``(n, size)``."""
+        """Return the batch that ``default_collate`` makes of the samples ``indices``: int64, of shape ``(n, size)``."""
         return torch.from_numpy(np.stack([*map(self._tokens, indices.tolist())]))
 
 
 def _local(name: str) -> Path:
-    """A path to a file; of a URL, to a copy in the cache, which is made again when the file has changed."""
+    """Return a path to a file; of a URL, to a copy in the cache, which is made again when the file has changed."""
     if "://" not in name:
         return Path(name)
     file_system(name)

@@ -85,7 +85,7 @@ class CopiedRuns:
         return self._folder
 
     def follow(self) -> Path:
-        """As :meth:`refresh`, again and again in a thread."""
+        """Call :meth:`refresh` again and again in a thread."""
 
         def run() -> None:
             while True:

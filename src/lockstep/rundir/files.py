@@ -74,7 +74,7 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True, mode: int =
 
 
 def temporary_name(name: str) -> str:
-    """A hidden name beside ``name`` that no other writer uses."""
+    """Return a hidden name beside ``name`` that no other writer uses."""
     return f".{name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -156,7 +156,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON types: non-finite numbers as ``None``, text that is not valid Unicode with question marks."""
+    """Convert ``value`` to JSON types: ``None`` for non-finite numbers, ``?`` for text that is not valid Unicode."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -216,7 +216,7 @@ def _cut_torn_line(file: BinaryIO) -> None:
 
 
 def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
-    """A descriptor of a regular file of the run folder: a link, a pipe or a device there raises :class:`OSError`.
+    """Open a regular file of the run folder as a descriptor; a link, pipe or device raises :class:`OSError`.
 
     The folder of ``path`` is opened first, and the name looked up in it.
     """
@@ -257,7 +257,7 @@ def check_own_files(folder: Path) -> None:
 
 
 def is_in_run_folder(folder: Path) -> bool:
-    """Whether ``folder`` is a run folder, or inside one."""
+    """Return whether ``folder`` is a run folder, or inside one."""
     return any((outer / "run.json").exists() for outer in (folder, *folder.parents))
 
 
@@ -331,7 +331,7 @@ class FileContent(BaseModel):
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The content of a JSON file; ``null`` stands where a number was not finite."""
+    """Read a JSON file; ``null`` stands where a number was not finite."""
     return parse_json(read_bytes(path, max_bytes=max_bytes), path)
 
 
@@ -347,7 +347,7 @@ def damaged(path: Path, reason: str, fix: str = "restore the file, or use anothe
 
 
 def read_jsonl(path: Path, *, max_bytes: int = MAX_JSONL_BYTES) -> list[dict[str, Any]]:
-    """Rows of a JSON lines file, without a torn last line and damaged ones; a file without any valid line raises."""
+    """Read rows of a JSON lines file, without a torn last line and damaged ones; raises if no line is valid."""
     if not os.path.lexists(path):
         return []
     *lines, _torn = read_bytes(path, max_bytes=max_bytes).split(b"\n")
@@ -394,7 +394,7 @@ class AppendedRows:
         self._rest = b""
 
     def read(self) -> list[dict[str, Any]]:
-        """The rows of at most one chunk, without damaged ones. Raises :class:`OSError`."""
+        """Read the rows of at most one chunk, without damaged ones. Raises :class:`OSError`."""
         self.behind = False
         with open_regular(self.path) as file:
             status = os.fstat(file.fileno())
@@ -439,7 +439,7 @@ def sparse_rows(path: Path, max_rows: int, *, links: bool = True) -> list[dict[s
 
 
 def _next_data(file: int, offset: int) -> int:
-    """The next offset that is not in a hole of a sparse file, or its end."""
+    """Return the next offset that is not in a hole of a sparse file, or its end."""
     try:
         return max(offset, os.lseek(file, offset, os.SEEK_DATA))
     except OSError as error:
@@ -447,7 +447,7 @@ def _next_data(file: int, offset: int) -> int:
 
 
 def rows_of(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The rows among ``lines``; a line that a power cut damaged is left out."""
+    """Return the rows among ``lines``; a line that a power cut damaged is left out."""
     try:
         parsed = from_json(b"[" + b",".join(line for line in lines if line) + b"]", allow_inf_nan=True)
     except ValueError:
@@ -456,7 +456,7 @@ def rows_of(lines: list[bytes]) -> list[dict[str, Any]]:
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
-    """The row in one line; ``None`` where a power cut damaged it."""
+    """Return the row in one line; ``None`` where a power cut damaged it."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
@@ -465,7 +465,7 @@ def row_of(line: bytes) -> dict[str, Any] | None:
 
 
 def open_regular(path: Path, *, buffer_bytes: int = 0, links: bool = False) -> BinaryIO:
-    """A regular file for reading: a folder, a pipe, a device, and a link unless allowed, raise :class:`OSError`."""
+    """Open a regular file for reading; a folder, pipe or device, or a link unless allowed, raises :class:`OSError`."""
     # Non-blocking, because opening a named pipe would otherwise wait for a writer for ever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
     try:
@@ -478,7 +478,7 @@ def open_regular(path: Path, *, buffer_bytes: int = 0, links: bool = False) -> B
 
 
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
-    """The whole of a regular file of at most ``max_bytes``. Raises :class:`RunFolderError`."""
+    """Read the whole of a regular file of at most ``max_bytes``. Raises :class:`RunFolderError`."""
     with _reading(path), open_regular(path, buffer_bytes=-1, links=True) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -491,7 +491,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names in ``folder``; none when it is missing. Raises :class:`RunFolderError`."""
+    """List names in ``folder``; none when it is missing. Raises :class:`RunFolderError`."""
     with _reading(folder):
         try:
             return os.listdir(folder)  # noqa: PTH208 - no object for each of thousands of names
@@ -500,17 +500,17 @@ def names_in(folder: Path) -> list[str]:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder; ``False`` also without permission (``Path.is_dir`` raises there)."""
+    """Return whether ``path`` is a folder; ``False`` also without permission (``Path.is_dir`` raises there)."""
     return os.path.isdir(path)  # noqa: PTH112
 
 
 def absolute(path: Path) -> Path:
-    """``path`` from the root, without ``..``, links left as the user named them."""
+    """Return ``path`` from the root, without ``..``, links left as the user named them."""
     return Path(os.path.abspath(path))
 
 
 def flattened(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted key: ``{"training": {"epochs": 3}}`` → ``{"training.epochs": 3}``."""
+    """Flatten nested settings by dotted key: ``{"training": {"epochs": 3}}`` → ``{"training.epochs": 3}``."""
     flat: dict[str, Any] = {}
     for key, value in mapping.items():
         flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -118,7 +118,7 @@ class RunRecord(BaseModel):
 
 
 def parse_record(content: Any, path: Path) -> RunRecord:
-    """``content`` of ``path``, a ``run.json``. Raises :class:`RunFolderError`."""
+    """Parse ``content`` of ``path``, a ``run.json``. Raises :class:`RunFolderError`."""
     version = content.get("format_version") if isinstance(content, dict) else None
     if not isinstance(version, int) or isinstance(version, bool):
         raise RunFolderError(
@@ -142,7 +142,7 @@ def parse_record(content: Any, path: Path) -> RunRecord:
 
 
 def new_run_id(folder: Path | None = None) -> str:
-    """``run-`` and eight hexadecimal digits: the name of the run's ``folder`` if it has this form, else a random id."""
+    """Return the name of the run's ``folder`` if it is ``run-`` and eight hexadecimal digits, else a random id."""
     if folder is not None and re.fullmatch(r"run-[0-9a-f]{8}", folder.name):
         return folder.name
     return f"run-{secrets.token_hex(4)}"
@@ -153,7 +153,7 @@ def utc_now() -> datetime:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides a run's numbers, without importing any of it."""
+    """Return versions of packages that decide a run's numbers, without importing any of them."""
     import platform
     from importlib import metadata
 
@@ -167,7 +167,7 @@ def versions() -> dict[str, str]:
 
 
 def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -> list[dict[str, Any]]:
-    """Rows that no later attempt superseded, in their order.
+    """Return rows that no later attempt superseded, in their order.
 
     An attempt that resumes from step ``s`` (``resumed_from`` maps it to ``s``) repeats what older attempts did beyond
     ``s``. Ranks that are restarted within an attempt do the same, so a row also supersedes earlier ones of its step
@@ -190,7 +190,7 @@ def surviving(rows: Iterable[dict[str, Any]], resumed_from: Mapping[int, int]) -
 
 
 def newest_per_epoch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of several rows for one epoch, the last; in the order of their epochs' first rows."""
+    """Keep the last of several rows for one epoch, in the order of their epochs' first rows."""
     chosen: dict[Any, dict[str, Any]] = {}
     for position, row in enumerate(rows):
         epoch = row.get("epoch")
@@ -220,7 +220,7 @@ def frozen_text(config: RunConfig, folder: Path) -> str:
 
 
 def parse_frozen(content: str | bytes, folder: Path) -> RunConfig:
-    """The configuration of the run in ``folder``. Raises one of ``NO_CONFIG``."""
+    """Parse the configuration of the run in ``folder``. Raises one of ``NO_CONFIG``."""
     settings = parse_yaml(content)
     if not isinstance(settings, dict):
         raise ValueError("it has no settings")
@@ -288,7 +288,7 @@ class RunDir:
         return JsonLines(self.steps_file)
 
     def samples_file(self, rank: int) -> Path:
-        """Where ``rank`` writes ``{"attempt", "step", "epoch" (from 1), "indices"}``, a line before each step."""
+        """Return the file of ``{"attempt", "step", "epoch" (from 1), "indices"}`` of ``rank``, a line for each step."""
         return self.path / f"samples-rank{rank}.jsonl"
 
     @classmethod
@@ -368,7 +368,7 @@ class RunDir:
         return attempt
 
     def last_attempt(self) -> int:
-        """The number of the newest attempt, from 1; 0 before the first one."""
+        """Return the number of the newest attempt, from 1; 0 before the first one."""
         return max([self.read().attempt, *(int(name) for name in names_in(self.attempts) if _is_number(name))])
 
     # Record, configuration and plan.
@@ -391,7 +391,7 @@ class RunDir:
         return record
 
     def config(self, attempt: int | None = None) -> RunConfig:
-        """The run's frozen configuration, or that of an earlier ``attempt``."""
+        """Return the run's frozen configuration, or that of an earlier ``attempt``."""
         file = self.config_file if attempt is None else self.attempts / str(attempt) / self.config_file.name
         content = files.read_bytes(file, max_bytes=MAX_CONFIG_BYTES)
         try:
@@ -422,7 +422,7 @@ class RunDir:
         return self.judge(self.read(), now)
 
     def judge(self, record: RunRecord, now: float | None = None) -> str:
-        """pending, running, completed, failed, stopped or lost; ``now`` is in seconds since the epoch.
+        """Judge: pending, running, completed, failed, stopped or lost; ``now`` is in seconds since the epoch.
 
         A pending or running run whose process has ended is lost: immediately on its host, after some minutes of
         silence on another.
@@ -442,7 +442,7 @@ class RunDir:
         return "lost"
 
     def is_between_processes(self, record: RunRecord) -> bool:
-        """Whether the run is pending between two processes: a launcher may still take it over."""
+        """Return whether the run is pending between two processes: a launcher may still take it over."""
         beat = self.progress()
         return self.judge(record) == "pending" and not (beat is not None and is_alive(beat, time.time()))
 
@@ -466,7 +466,7 @@ class RunDir:
         return self._rows(self.evaluations_file)
 
     def tables(self) -> dict[str, Any]:
-        """Metrics of the test that are no single number, and ``class_names``; empty without any."""
+        """Return metrics of the test that are no single number, and ``class_names``; empty without any."""
         file = self.path / "tables.json"
         return _mapping(read_json(file), file) if file.exists() else {}
 
@@ -483,7 +483,7 @@ class RunDir:
         self._steps.append(row)
 
     def resumed_from(self) -> dict[int, int]:
-        """From which step each attempt resumed; attempts that cannot be read are left out."""
+        """Return the step from which each attempt resumed; attempts that cannot be read are left out."""
         steps = {}
         names = names_in(self.attempts)
         for name in names if len(names) > 1 else ():  # a single one supersedes nothing

@@ -41,7 +41,7 @@ class Group:
         return statistics.stdev(self.scores) if len(self.scores) > 1 else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The group as plain values; runs by their ids."""
+        """Return the group as plain values; runs by their ids."""
         numbers = {"mean": self.mean, "std": self.deviation, "scores": self.scores, "best": self.is_best}
         return {"settings": self.settings, **numbers, "runs": [run["id"] for run in self.runs]}
 
@@ -56,12 +56,12 @@ class Grouping:
     groups: list[Group]
 
     def as_dict(self) -> dict[str, Any]:
-        """The grouping as plain values."""
+        """Return the grouping as plain values."""
         groups = [group.as_dict() for group in self.groups]
         return {"by": self.keys, "metric": self.metric, "mode": self.mode, "groups": groups}
 
     def table(self, text: Callable[[Any], str]) -> tuple[list[str], list[list[str]]]:
-        """Columns and rows of text: settings, the metric's mean ± standard deviation, and the runs."""
+        """Return columns and rows of text: settings, the metric's mean ± standard deviation, and the runs."""
         rows = []
         for group in self.groups:
             score = text(group.mean) + ("" if group.deviation is None else f" ± {text(group.deviation)}")
@@ -87,7 +87,7 @@ class Facts:
         return self._settings
 
     def value(self, key: str) -> Any:
-        """The value of ``key``, or ``None``."""
+        """Return the value of ``key``, or ``None``."""
         if key == "tag":
             return self.summary["tags"]
         for values in (self.summary["metrics"], self.summary):
@@ -97,12 +97,12 @@ class Facts:
 
 
 def facts_of(runs: Sequence[RunDir]) -> list[Facts]:
-    """The facts of ``runs``."""
+    """Read the facts of ``runs``."""
     return [Facts(summarize(run)) for run in runs]
 
 
 def matching(runs: Sequence[Facts], conditions: Sequence[str]) -> list[Facts]:
-    """The runs for which all ``conditions`` hold, such as ``status=completed`` or ``val_loss<0.3``.
+    """Return the runs for which all ``conditions`` hold, such as ``status=completed`` or ``val_loss<0.3``.
 
     Raises:
         UsageError: a condition of another form.
@@ -145,7 +145,7 @@ def _number(value: Any) -> float | None:
 
 
 def in_order(runs: Sequence[Facts], order: str) -> list[Facts]:
-    """``runs`` by the value of a key, smallest first, or largest first with ``KEY:desc``; runs without one last.
+    """Sort ``runs`` by the value of a key, ascending, or descending with ``KEY:desc``; runs without one last.
 
     Raises:
         UsageError: no run has a value of that name.

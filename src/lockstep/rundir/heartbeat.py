@@ -67,7 +67,7 @@ class Beat(FileContent):
 
 
 def seconds_left(done: int, elapsed_s: float, remaining: int) -> float | None:
-    """At the mean speed of the ``done`` steps, evaluations included: bar, ``lockstep top`` and the page show this."""
+    """Estimate from the mean speed of the ``done`` steps, evaluations included; shown by bar, ``top`` and page."""
     return elapsed_s / done * max(0, remaining) if done > 0 and elapsed_s >= 0 else None
 
 
@@ -75,7 +75,7 @@ _paused_s = 0.0
 
 
 def running_s() -> float:
-    """Seconds from a fixed point, less suspensions: of the machine, and of a process that has a :class:`Heartbeat`."""
+    """Return seconds from a fixed point, without suspensions of the machine or of a :class:`Heartbeat`'s process."""
     return time.monotonic() - _paused_s
 
 
@@ -101,7 +101,7 @@ def announce(path: Path, step: int = 0, total: int | None = None, **more: Any) -
 
 
 def is_alive(beat: Beat, now: float) -> bool:
-    """Whether the process of ``beat`` is alive, as far as this host can see at time ``now``."""
+    """Return whether the process of ``beat`` is alive, as far as this host can see at time ``now``."""
     if beat.ended:
         return False
     silence_s = now - beat.updated
@@ -115,7 +115,7 @@ def is_alive(beat: Beat, now: float) -> bool:
 
 
 def age_difference_s(pid: int, created: float) -> float | None:
-    """How far the creation time of process ``pid`` is from ``created``; ``None``: it has ended.
+    """Return how far the creation time of process ``pid`` is from ``created``; ``None``: it has ended.
 
     Raises :class:`psutil.AccessDenied`.
     """
@@ -127,7 +127,7 @@ def age_difference_s(pid: int, created: float) -> float | None:
 
 
 def works_on(pid: int, folder: Path) -> bool:
-    """Whether the process is that of the run in ``folder``: it has something there open, or was started with it.
+    """Return whether the process is that of the run in ``folder``: it has something there open, or was started with it.
 
     Files in the folder, such as ``heartbeat.json``, may name any process; this cannot be written into a file.
     """
@@ -289,12 +289,12 @@ class Pulse:
         self.at(self.activity)
 
     def writes_in(self, thread: int) -> None:
-        """What ``thread`` reads and writes counts as progress of a save, too; 0: it has ended. Not for ``thread``."""
+        """Count reads and writes of ``thread`` as progress of a save; 0: it has ended. Not for ``thread``."""
         self._writer = thread
 
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """``activity`` in the block, the previous one afterwards; after an error it stays, for the failure report."""
+        """Set ``activity`` for the block, then the previous one; after an error it stays, for the failure report."""
         before = self.activity
         self.at(activity)
         yield

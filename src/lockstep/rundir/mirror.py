@@ -54,7 +54,7 @@ _STARTING_S = 5.0
 
 
 def _attempt_of(names: dict[str, Any]) -> int:
-    """The newest attempt that has written a mirror, by the names of its files; 0: none has."""
+    """Return the newest attempt that has written a mirror, by the names of its files; 0: none has."""
     numbers = [name.split("/")[1] for name in names if name.startswith("attempts/")]
     return max((int(number) for number in numbers if number.isascii() and number.isdigit()), default=0)
 
@@ -264,7 +264,7 @@ class Mirror:
             self._retire(remote)
 
     def _next_checkpoint(self, remote: Remote) -> str | None:
-        """A complete checkpoint that is not at the mirror: the best first, then the newest."""
+        """Choose a complete checkpoint that is not at the mirror: the best first, then the newest."""
         folder = self.folder / CHECKPOINTS
         local = sorted((name for name in names_in(folder) if CHECKPOINT.fullmatch(name)), reverse=True)
         best = self._target("best")
@@ -304,7 +304,7 @@ class Mirror:
         self._send_pointers(remote)
 
     def _target(self, pointer: str) -> str | None:
-        """The checkpoint that ``last`` or ``best`` names in the folder."""
+        """Return the checkpoint that ``last`` or ``best`` names in the folder."""
         link = self.folder / CHECKPOINTS / pointer
         with contextlib.suppress(OSError, UnicodeDecodeError):
             return str(link.readlink()) if link.is_symlink() else link.read_text("ascii").strip()
@@ -354,12 +354,12 @@ class Mirror:
             self._due[name] = start + SHARE_OF_TIME * (time.monotonic() - start)
 
     def _records(self) -> list[Path]:
-        """The files besides checkpoints, ``run.json`` last."""
+        """Return the files besides checkpoints, ``run.json`` last."""
         files = [file for file in self._files() if not is_of_checkpoint(file.relative_to(self.folder).as_posix())]
         return sorted(files, key=lambda file: (file == self.folder / "run.json", file))
 
     def _files(self) -> Iterator[Path]:
-        """The files of the folder that can be read. Links are not followed."""
+        """Yield the files of the folder that can be read. Links are not followed."""
         for base, folders, names in os.walk(self.folder):
             folders[:] = [name for name in folders if TEMPORARY not in name]
             for file in (Path(base) / name for name in names if not is_local_only(name)):
@@ -382,7 +382,7 @@ class Mirror:
         self._sent[name] = mark
 
     def _left(self) -> str:
-        """How many files are not at the mirror, and their size."""
+        """Describe the files that are not at the mirror: their number and size."""
         sizes = []
         for file in self._files():
             name = file.relative_to(self.folder).as_posix()
@@ -394,14 +394,14 @@ class Mirror:
 
 
 def _mark(file: Path) -> tuple[int, ...]:
-    """What changes with the content of a file: its time and size, and its number, since JSON files are replaced."""
+    """Return a value that changes with a file: time, size and number, since JSON files are replaced."""
     status = file.stat()
     return status.st_mtime_ns, status.st_size, status.st_dev, status.st_ino
 
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[Path]:
-    """Hard links to the files of a checkpoint, which stay when it is retired; the folder itself without hard links."""
+    """Link a checkpoint's files, which then outlive it, or yield the folder itself without hard links."""
     links = folder.with_name(temporary_name(folder.name))
     try:
         shutil.copytree(folder, links, symlinks=True, copy_function=os.link)

@@ -39,7 +39,7 @@ class Script(NamedTuple):
 
 
 def script_of(run: RunDir) -> Script | None:
-    """The script of a session's run; ``None`` of other runs. Raises :class:`RunFolderError`: the file is damaged."""
+    """Return the script of a session's run; ``None`` of others. Raises :class:`RunFolderError`: a damaged file."""
     file = run.path / SCRIPT
     if not file.exists():
         return None

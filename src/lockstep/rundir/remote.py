@@ -58,7 +58,7 @@ class Remote:
         return bytes(self._files.cat_file(self.path(name)))
 
     def read_if_there(self, name: str) -> bytes | None:
-        """The content of a file; ``None``: there is none."""
+        """Return the content of a file; ``None``: there is none."""
         try:
             return self.read(name)
         except (FileNotFoundError, NotADirectoryError):
@@ -110,7 +110,7 @@ class Remote:
                 self._files.rmdir(self.path(folder))
 
     def names(self, folder: str = "") -> dict[str, Any]:
-        """The files below ``folder``, each with a value that changes with its content.
+        """Return the files below ``folder``, each with a value that changes with its content.
 
         Leaves out names that would lead out of the folder, and files that are never copied.
         """
@@ -129,7 +129,7 @@ class Remote:
         return files
 
     def record(self) -> RunRecord | None:
-        """The run that is mirrored here; ``None``: there is none. Raises :class:`RunFolderError`."""
+        """Return the run that is mirrored here; ``None``: there is none. Raises :class:`RunFolderError`."""
         content = self.read_if_there("run.json")
         if content is None:
             return None
@@ -160,11 +160,11 @@ def in_words(error: BaseException) -> str:
 
 
 def is_of_checkpoint(name: str) -> bool:
-    """Whether a file of a run belongs to a checkpoint, or is ``last`` or ``best``."""
+    """Return whether a file of a run belongs to a checkpoint, or is ``last`` or ``best``."""
     folder, _, rest = name.partition("/")
     return folder == CHECKPOINTS and (rest in POINTERS or CHECKPOINT.match(rest) is not None)
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of a run is the large part of a checkpoint: not its manifest."""
+    """Return whether a file of a run is the large part of a checkpoint: not its manifest."""
     return is_of_checkpoint(name) and name.count("/") == 2 and not name.endswith(f"/{MANIFEST}")

@@ -39,7 +39,7 @@ _NOT_COMPARED = ("config", "reasons", "notes", "decisions", "task.")
 
 
 def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
-    """The fields of ``run.json`` (``record``, if it has been read), with the status as judged now, and some more.
+    """Return the fields of ``run.json`` (``record``, if read already), its status as judged now, and some more.
 
     - ``location``: the folder's name; ``path``: the folder
     - ``devices``, ``strategy``, ``precision``, ``world_size``: of the newest attempt
@@ -93,14 +93,14 @@ def summarize(run: RunDir, record: RunRecord | None = None) -> dict[str, Any]:
 
 
 def results(record: RunRecord, epochs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The best epoch's validation metrics (``val_…``), the monitored one, and the test's (``test_…``)."""
+    """Return the best epoch's validation metrics (``val_…``), the monitored one, and the test's (``test_…``)."""
     best: Mapping[str, Any] = next((row for row in epochs if row.get("epoch") == record.best_epoch), {})
     validation = {name: value for name, value in best.items() if name.startswith("val_")}
     return {**validation, **record.best_metric, **record.final_metrics}
 
 
 def summaries(root: Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The summary of each run in the folders below ``root``, newest first; ``report`` receives what cannot be read."""
+    """Summarise the runs in the folders below ``root``, newest first; ``report`` receives what cannot be read."""
     rows = []
     for run, record in read_runs(root, report):
         try:
@@ -111,7 +111,7 @@ def summaries(root: Path, report: Callable[[str], None]) -> list[dict[str, Any]]
 
 
 def live_state(run: RunDir, now: float | None = None) -> dict[str, Any]:
-    """``run``: its summary, the newest logged step, every rank; ``nodes``: the newest sample of each. For polling."""
+    """Summarise ``run`` for polling: its newest step, every rank; ``nodes``: the newest sample of each."""
     now = time.time() if now is None else now
     summary = summarize(run)
     ranks = last_row(run.ranks_file) or {}
@@ -127,7 +127,7 @@ def live_state(run: RunDir, now: float | None = None) -> dict[str, Any]:
 
 
 def newest_samples(folder: Path) -> list[dict[str, Any]]:
-    """The last row of each node's ``system-<node>.jsonl``, by file name."""
+    """Read the last row of each node's ``system-<node>.jsonl``, by file name."""
     rows = [last_row(file) for file in sorted(folder.glob("system-*.jsonl"))]
     return [row for row in rows if row is not None]
 
@@ -160,7 +160,7 @@ def compare(runs: Sequence[RunDir]) -> Comparison:
 
 
 def labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The name of each run, or its folder's, by default its id; with the id where several have the same."""
+    """Return the name of each run, or its folder's, by default its id; with the id where several have the same."""
     names = [summary["name"] or summary["location"] for summary in summaries]
     pairs = zip(names, summaries, strict=True)
     return [f"{name} ({summary['id']})" if names.count(name) > 1 else name for name, summary in pairs]
@@ -211,7 +211,7 @@ def _results(run_summaries: Sequence[Mapping[str, Any]], plans: Sequence[Mapping
 
 
 def final_values(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics with which a run ended, without those of its best evaluation."""
+    """Return the metrics with which a run ended, without those of its best evaluation."""
     return {name: value for name, value in summary["final_metrics"].items() if name not in summary["best_metric"]}
 
 
@@ -233,7 +233,7 @@ def one_line(error: RunFolderError) -> str:
 
 
 def read_runs(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[RunDir, RunRecord]]:
-    """Runs directly below ``root`` with their records, newest first; ``report`` receives why one cannot be read."""
+    """Read the records of runs directly below ``root``, newest first; ``report`` receives why one cannot be read."""
     pairs = []
     root = absolute(root)
     for name in names_in(root):
@@ -249,7 +249,7 @@ def read_runs(root: Path, report: Callable[[str], None] | None = None) -> list[t
 
 
 def find_run(ref: str, runs_dir: Path) -> RunDir:
-    """The run that ``ref`` names: a folder, an id, the beginning of an id (with or without ``run-``), or ``last``.
+    """Find the run of ``ref``: a folder, an id, the beginning of an id (with or without ``run-``), or ``last``.
 
     Of the URL of a mirror, its copy on this machine, which is only read and has no weights.
 
@@ -288,7 +288,7 @@ def find_run(ref: str, runs_dir: Path) -> RunDir:
 
 
 def find_runs(ref: str, runs_dir: Path) -> list[RunDir]:
-    """The runs of ``runs_dir`` with the tag ``ref``, such as those of a sweep, oldest first; else the run it names.
+    """Find the runs of ``runs_dir`` tagged ``ref``, such as a sweep's, oldest first; else the run that it names.
 
     A sweep may be named by its folder. Raises :class:`RunFolderError`: there is none.
     """

@@ -49,7 +49,7 @@ class Counted:
         self._has_warned = False
 
     def of_output(self, criterion: Callable[..., Any], output: Any, target: Any) -> Loss:
-        """The loss of a batch. Raises :class:`TaskError` where no count makes the criterion a sum over rows."""
+        """Return the loss of a batch. Raises :class:`TaskError` where no count makes the criterion a sum over rows."""
         is_training = torch.is_grad_enabled()
         with torch.enable_grad():  # the graph shows the divisor of a mean, in evaluations as well
             value = criterion(output if is_training else _with_gradient(output), target)
@@ -70,7 +70,7 @@ class Counted:
         return loss if is_training else Loss(loss.total.detach(), loss.count)
 
     def of_batch(self, criterion: Callable[..., Any], model: nn.Module, batch: Any) -> Loss:
-        """As :meth:`of_output`, for a criterion that calls the model."""
+        """Return the loss as :meth:`of_output` does, for a criterion that calls the model."""
         is_training = torch.is_grad_enabled()
         if not self._gives_counts and _samples(batch) and self._is_due():
             device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -90,7 +90,7 @@ class Counted:
         return loss if is_training else Loss(loss.total.detach(), loss.count)
 
     def _is_due(self) -> bool:
-        """Whether this batch is compared with its parts."""
+        """Return whether this batch is compared with its parts."""
         if torch.compiler.is_compiling():  # training.compile_loss
             return self._form is None
         self._batches += 1
@@ -131,7 +131,7 @@ class Counted:
 
 
 def _given(value: Any, batch: Any) -> Loss | None:
-    """The sum and count that a criterion has returned itself, or as one value per sample; ``None``: one value."""
+    """Return a sum and count that a criterion returned, or made of its value per sample; ``None``: one value."""
     if isinstance(value, Loss):
         return value
     samples = _samples(batch)
@@ -144,7 +144,7 @@ def _given(value: Any, batch: Any) -> Loss | None:
 
 
 def _sum(value: Tensor, terms: Sequence[Term], rows: int, form: _Form) -> Loss:
-    """The sum and the count that ``value`` stands for."""
+    """Return the sum and the count that ``value`` stands for."""
     value = value.float() if value.itemsize < 4 else value
     if form == "sum":
         return Loss(value, rows)
@@ -165,7 +165,7 @@ def _sum(value: Tensor, terms: Sequence[Term], rows: int, form: _Form) -> Loss:
 
 
 def _unchecked_form(terms: Sequence[Term], rows: int, draws: set[str]) -> _Form:
-    """The form by the graph alone. Raises :class:`TaskError`: it shows none, or terms have different divisors."""
+    """Find the form by the graph alone. Raises :class:`TaskError`: it shows none, or terms differ in divisors."""
     if terms and all(term.kind == "sum" for term in terms):
         return "sum"
     numbers = [number for number, term in enumerate(terms) if term.items is not None]
@@ -220,7 +220,7 @@ class _Parts:
         self.draws: set[str] = set()
 
     def forms(self, number: float) -> list[_Form] | None:
-        """The forms in which about ``number`` parts add up to the whole; ``None`` if they cannot be compared.
+        """Return the forms in which about ``number`` parts add up to the whole; ``None`` if they cannot be compared.
 
         Raises :class:`TaskError`: no form does.
         """
@@ -268,7 +268,7 @@ class _Parts:
 
 
 def _copied(criterion: Any) -> Any:
-    """A copy of a criterion that may have a state, which the comparison would change; modules in it are shared."""
+    """Copy a criterion whose state the comparison would change; modules in it are shared."""
     owner = getattr(criterion, "__self__", criterion)  # of a method
     parts = (owner, *getattr(owner, "__dict__", {}).values())
     try:
@@ -278,7 +278,7 @@ def _copied(criterion: Any) -> Any:
 
 
 def _fitting_forms(parts: Sequence[_Part], tolerance: float) -> list[_Form] | None:
-    """The forms in which the other parts add up to the first one; ``None``: they have infinite losses."""
+    """Return the forms in which the other parts add up to the first one; ``None``: they have infinite losses."""
     divisors = _divisors([part.terms for part in parts])
     candidates: dict[_Form, list[float]] = {**divisors, "rows": [float(part.rows) for part in parts]}
     # A term's value may be 0 in a batch, as of outputs that are 0: then its divisor alone shows its share.
@@ -314,7 +314,7 @@ def _is_proportional(divisors: list[float], counts: list[float]) -> bool:
 
 
 def _gradients_are_equal(losses: Sequence[Loss], outputs: Sequence[list[Tensor]], tolerance: float) -> bool:
-    """Whether the sum of the whole batch has the gradients of the sums of its parts."""
+    """Return whether the sum of the whole batch has the gradients of the sums of its parts."""
     whole, *parts = map(_gradients, losses, outputs)
     for gradient, *gradients_of_parts in zip(whole, *parts, strict=True):
         joined = torch.cat(gradients_of_parts) if gradient.dim() else torch.stack(gradients_of_parts).sum()
@@ -335,7 +335,7 @@ def _adds_up(whole_and_parts: list[float], tolerance: float) -> bool:
 
 
 def _is_multiple(term: Term, rows: int) -> bool:
-    """Whether the term was divided by one number for each row, such as its elements."""
+    """Return whether the term was divided by one number for each row, such as its elements."""
     return term.items is not None and float(term.items) >= rows and float(term.items) % rows == 0
 
 
@@ -353,7 +353,7 @@ def _not_of_rows(problem: str) -> TaskError:
 
 
 def _with_gradient(values: Any) -> Any:
-    """``values`` outside the model's graph, with floating-point tensors that require a gradient."""
+    """Copy ``values`` out of the model's graph; floating-point tensors require a gradient."""
     return tree_map(
         lambda leaf: leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
         values,
@@ -361,13 +361,13 @@ def _with_gradient(values: Any) -> Any:
 
 
 def _zero(output: Any) -> Tensor:
-    """0, whose gradients are 0."""
+    """Return 0, with gradients of 0."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return sum((leaf.sum().where(torch.tensor(False, device=leaf.device), 0.0) for leaf in leaves), torch.zeros(()))
 
 
 def _parts_of(model: nn.Module) -> Sequence[float]:
-    """The numbers of parts that a batch is compared in: calls of a model that is divided among ranks are collective."""
+    """Return numbers of parts to compare a batch in: calls of a model that is divided among ranks are collective."""
     return _HALVES if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()) else _PARTS
 
 
@@ -376,14 +376,14 @@ def _rows(values: Any, part: slice) -> Any:
 
 
 def rows_of(batch: Any) -> int:
-    """Samples of a batch that has some."""
+    """Count the samples of a batch that has some."""
     samples = _samples(batch)
     assert samples is not None
     return samples
 
 
 def _samples(batch: Any) -> int | None:
-    """Rows of the first tensor in ``batch``; ``None`` without one."""
+    """Count rows of the first tensor in ``batch``; ``None`` without one."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else None
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
@@ -391,5 +391,5 @@ def _samples(batch: Any) -> int | None:
 
 
 def described(value: Any) -> str:
-    """A value, in an error."""
+    """Format a value for an error."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

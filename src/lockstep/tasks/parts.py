@@ -104,7 +104,7 @@ class TaskFromParts(Task):
 
 
 def _forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Output and target of a batch of inputs and targets. Raises :class:`TaskError`."""
+    """Return output and target of a batch of inputs and targets. Raises :class:`TaskError`."""
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise TaskError(
             f"the batch is {described(batch)}, not inputs and a target",

@@ -39,7 +39,7 @@ _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def class_name(task: str) -> str:
-    """The name of a task's class, without its file or module."""
+    """Return the name of a task's class, without its file or module."""
     return BUILT_IN.get(task, task).rpartition(":")[2]
 
 
@@ -110,7 +110,7 @@ def find_class(name: str) -> type:
 
 
 def _task_names(module: Any) -> list[str]:
-    """The tasks and LightningModules that a module defines itself, else those that it imports."""
+    """Return the tasks and LightningModules that a module defines itself, else those that it imports."""
     tasks = {
         name: kind
         for name, kind in vars(module).items()
@@ -124,7 +124,7 @@ def _listed(names: list[str]) -> str:
 
 
 def make_task(kind: type[Task], settings: Mapping[str, Any]) -> Task:
-    """A task of class ``kind``. Raises :class:`UsageError`: these are not its settings, or it needs other arguments."""
+    """Make a task of class ``kind``. Raises :class:`UsageError`: wrong settings, or it needs other arguments."""
     check_methods(kind)
     model = settings_model(kind)
     try:
@@ -183,7 +183,7 @@ def check_methods(kind: type[Task]) -> None:
 
 
 def section_of(task: Task) -> dict[str, Any]:
-    """The section ``task`` of a configuration that makes a task like ``task``, without its name."""
+    """Return the section ``task`` of a configuration that makes a task like ``task``, without its name."""
     recorded = settings_of(task)
     return recorded.settings | ({"unrecorded": recorded.unrecorded} if recorded.unrecorded else {})
 
@@ -200,14 +200,14 @@ def refuse_unrecorded(section: Mapping[str, Any]) -> None:
 
 
 def configured(task: Task, config: Any = None) -> Task:
-    """``task`` with settings, also where its ``__init__`` did not call ``super().__init__``."""
+    """Give ``task`` its settings, also where its ``__init__`` did not call ``super().__init__``."""
     if getattr(task, "config", None) is None:
         task.config = task.Config() if config is None else config
     return task
 
 
 def _imported(name: str) -> Any:
-    """The module ``path/to/file.py`` or ``package.module``, imported as if it were called without arguments."""
+    """Import ``path/to/file.py`` or ``package.module``, as if it were called without arguments."""
     caller_argv = sys.argv
     sys.argv = [name]
     try:

@@ -167,7 +167,7 @@ class ConsoleSink:
             say(text, self._stream)
 
     def _bar_texts(self, step: int, width: int) -> tuple[str, str]:
-        """The texts on the left and on the right of the bar, as many values as fit."""
+        """Return the texts on the left and on the right of the bar, as many values as fit."""
         newest = self._newest
         seconds_left = self._seconds_left(step)
         left = [] if seconds_left is None else [f"{duration(seconds_left)} left"]
@@ -189,7 +189,7 @@ class ConsoleSink:
 
 
 def resolve_mode(mode: ProgressMode, stream: TextIO) -> ProgressMode:
-    """``auto`` is a bar on a terminal that can move its cursor, plain lines elsewhere."""
+    """Resolve ``auto``: a bar on a terminal that can move its cursor, plain lines elsewhere."""
     if mode != "auto":
         return mode
     moves = is_terminal(stream) and os.environ.get("TERM", "") not in {"", "dumb"}
@@ -200,7 +200,7 @@ def resolve_mode(mode: ProgressMode, stream: TextIO) -> ProgressMode:
 
 
 def print_plan(plan: Mapping[str, Any], stream: TextIO) -> None:
-    """The plan's decisions with their reasons; ``plan`` as ``Plan.as_dict()`` gives it."""
+    """Print the plan's decisions with their reasons; ``plan`` as ``Plan.as_dict()`` gives it."""
     rows = [(each["title"], each["shown"], each["reason"]) for each in plan.get("decisions", {}).values()]
     if rows:
         print_table(("plan", "", "why"), rows, stream)
@@ -254,7 +254,7 @@ def metrics_text(values: Mapping[str, float]) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits, four decimals or a whole number, whichever reads better."""
+    """Format with four significant digits, four decimals or as a whole number, whichever reads better."""
     if not math.isfinite(value):
         return str(value)
     form = ".4f" if 0.001 <= abs(value) < 1000 or value == 0 else ".0f" if 1000 <= abs(value) < 1e6 else ".4g"
@@ -262,14 +262,14 @@ def number(value: float) -> str:
 
 
 def value_text(value: object) -> str:
-    """A value for a table."""
+    """Format a value for a table."""
     if value is None:
         return ""
     return number(value) if isinstance(value, float) else str(value)
 
 
 def duration(seconds: float) -> str:
-    """``12.3 s``, ``4:05``, ``1:04:05``."""
+    """Format seconds as ``12.3 s``, ``4:05``, ``1:04:05``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -300,7 +300,7 @@ def drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns two blanks apart."""
+    """Align columns two blanks apart."""
     widths = [max(len(row[position]) for row in rows) for position in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -332,7 +332,7 @@ def rich_console(stream: TextIO) -> Console:
 
 
 def print_styled(console: Console, text: str, style: str) -> None:
-    """One line of ``text`` as it is: no markup in it, no wrapping, the style on it alone."""
+    """Print one line of ``text`` as it is: no markup in it, no wrapping, the style on it alone."""
     from rich.text import Text
 
     console.print(Text(printable(text), style=style), soft_wrap=True)

@@ -135,7 +135,7 @@ class Logger:
     def picture(self, event: PictureDrawn) -> None: ...
 
     def end(self, event: RunEnded | None) -> None:
-        """``None``: the run failed without an end."""
+        """End the logger; ``None``: the run failed without an end."""
 
 
 class TensorBoardSink(Logger):
@@ -291,19 +291,19 @@ class MlflowSink(Logger):
 
 
 def _is_below(uri: str, folder: Path) -> bool:
-    """Whether ``uri`` is that of a file in ``folder``."""
+    """Return whether ``uri`` is that of a file in ``folder``."""
     parts = urlparse(uri)
     return parts.scheme in {"", "file"} and Path(url2pathname(parts.path)).resolve().is_relative_to(folder)
 
 
 def _allowed(name: str) -> str:
-    """MLflow's names have letters, digits, and ``_-. :/``."""
+    """Replace characters other than those of MLflow's names: letters, digits, and ``_-. :/``."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 @contextmanager
 def _files_allowed(uri: str) -> Iterator[None]:
-    """MLflow 3 opens a store of plain files only on demand; whoever names one, demands it."""
+    """Allow MLflow 3 a store of plain files, which ``uri`` names and which it opens only on demand."""
     variable = "MLFLOW_ALLOW_FILE_STORE"
     demands = urlparse(uri).scheme in {"", "file"} and variable not in os.environ
     try:
@@ -334,12 +334,12 @@ QUIET: Mapping[str, Any] = {
 
 
 def loggers(run_dir: RunDir, config: RunConfig) -> list[Sink]:
-    """The loggers that ``config`` asks for. Raises :class:`ConfigError` for one that is not installed."""
+    """Make the loggers that ``config`` asks for. Raises :class:`ConfigError` for one that is not installed."""
     return [build(run_dir, config) for name, build in LOGGERS.items() if is_wanted(name, config)]
 
 
 def is_wanted(logger: str, config: RunConfig) -> bool:
-    """Whether ``config`` asks for it; ``auto`` means when it is installed. Raises :class:`ConfigError`."""
+    """Return whether ``config`` asks for it; ``auto`` means when it is installed. Raises :class:`ConfigError`."""
     setting = getattr(config.telemetry, logger)
     if setting == _off(logger):
         return False
@@ -365,7 +365,7 @@ def row_name(name: str) -> str:
 
 
 def monitored(row: Mapping[str, Value], monitor: str) -> tuple[str, Value] | None:
-    """The value that ``monitor`` means, and its name: as logged, as in rows, or of the first of several loaders."""
+    """Find the value of ``monitor``, and its name: as logged, as in rows, or of the first of several loaders."""
     name = row_name(monitor)
     names = (monitor, name, f"{name}/dataloader_idx_0")
     return next(((candidate, row[candidate]) for candidate in names if candidate in row), None)
@@ -381,7 +381,7 @@ def as_row(values: Mapping[str, Value], *, taken: Container[str] = ()) -> dict[s
 
 
 def named_scalars(event: Event) -> tuple[int, dict[str, float]]:
-    """An event's optimizer step and its numbers by name; ``(0, {})`` when it has none.
+    """Return an event's optimizer step and its numbers by name; ``(0, {})`` when it has none.
 
     ``train/``, ``val/`` and ``test/`` hold losses and metrics, ``train_epoch/`` the means of epochs,
     ``throughput/`` the speed, ``ranks/`` the extremes over ranks.
@@ -410,7 +410,7 @@ def named_scalars(event: Event) -> tuple[int, dict[str, float]]:
 
 
 def _by_split(values: Mapping[str, float], *, train: str = "train", only: str | None = None) -> dict[str, float]:
-    """``val_loss`` → ``val/loss``; what belongs to no split is left out."""
+    """Rename ``val_loss`` → ``val/loss``; names of no split are left out."""
     folders = {"train": train, "val": "val", "test": "test"}
     result = {}
     for key, value in values.items():

@@ -32,7 +32,7 @@ RESULTS_FILE = "training_results.json"
 
 
 def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> events.Fanout:
-    """The sinks of a run: its folder and mirror (essential); console, its log and loggers (switched off on failure)."""
+    """Make the sinks of a run: folder and mirror (essential); console, its log, loggers (off after a failure)."""
     mode = config.telemetry.progress
     optional: list[events.Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode), RunLogSink(run_dir.logs)]
     essential: list[events.Sink] = [RunFolderSink(run_dir)]
@@ -150,7 +150,7 @@ class RunFolderSink:
         self._run.update(status="running", started_at=started_at, completed_at=None, error=None, final_metrics={})
 
     def _remark(self, remark: str | events.Sound) -> dict[str, str]:
-        """A line, and the file of its recording: one for all evaluations that heard the same."""
+        """Return a line, and the file of its recording: one for all evaluations that heard the same."""
         if isinstance(remark, str):
             return {"text": remark}
         content = encode_wav(remark.samples, remark.rate_hz)
@@ -188,13 +188,13 @@ def _samples(event: events.EpochEnded | events.Evaluated) -> dict[str, int]:
 
 
 def _is_whole(row: Mapping[str, Any]) -> bool:
-    """Whether a row of ``metrics.json`` names its epoch, and its step and duration are numbers."""
+    """Return whether a row of ``metrics.json`` names its epoch, and its step and duration are numbers."""
     numbers = (row.get("step", 0), row.get("duration_s") or 0.0)
     return isinstance(row.get("epoch"), int) and all(isinstance(number, int | float) for number in numbers)
 
 
 def check_picture(name: str, pixels: Any) -> None:
-    """Raises :class:`TaskError` when ``pixels`` are no picture, or ``name`` cannot be that of a file."""
+    """Raise :class:`TaskError` when ``pixels`` are no picture, or ``name`` cannot be that of a file."""
     kind = str(getattr(pixels, "dtype", type(pixels).__name__))
     shape = tuple(getattr(pixels, "shape", ()))
     has_shape = 0 not in shape and (len(shape) == 2 or (len(shape) == 3 and shape[2] == 3))
@@ -207,7 +207,7 @@ def check_picture(name: str, pixels: Any) -> None:
 
 
 def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Pixels, grey (height, width) or red, green and blue (height, width, 3), as PNG (W3C, third edition)."""
+    """Encode pixels, grey (height, width) or red, green and blue (height, width, 3), as PNG (W3C, third edition)."""
     import numpy as np
 
     height, width = pixels.shape[:2]
@@ -225,7 +225,7 @@ def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def encode_wav(samples: npt.NDArray[np.float32], rate_hz: int) -> bytes:
-    """Samples from -1 to 1, shape [samples], as WAV of 16 bits, one channel, clipped."""
+    """Encode samples from -1 to 1, shape [samples], as WAV of 16 bits, one channel, clipped."""
     content = io.BytesIO()
     with wave.open(content, "wb") as file:
         file.setnchannels(1)
@@ -236,13 +236,13 @@ def encode_wav(samples: npt.NDArray[np.float32], rate_hz: int) -> bytes:
 
 
 def step_row(event: events.StepLogged) -> dict[str, Any]:
-    """A line of ``steps.jsonl``."""
+    """Return a line of ``steps.jsonl``."""
     row = {field.name: getattr(event, field.name) for field in fields(event)}
     return {name: value for name, value in row.items() if value is not None or name not in ("items_per_s", "mfu")}
 
 
 def training_results(rows: Sequence[Mapping[str, Any]], event: events.RunEnded, config: RunConfig) -> dict[str, Any]:
-    """The content of ``training_results.json``, derived from the same rows as all else.
+    """Return the content of ``training_results.json``, derived from the same rows as all else.
 
     ``best_<metric>`` are the values at the best epoch, ``test_<metric>`` those of the test set; ``accuracy``
     is spelled ``acc``, as that format does. ``history`` maps each name to its value per epoch.

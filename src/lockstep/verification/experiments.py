@@ -100,7 +100,7 @@ class Lab:
         return Comparison(off, precision, single, many)
 
     def resumed(self, variant: Variant) -> tuple[int, Trajectory] | None:
-        """The run of ``variant``, resumed on one device from a checkpoint in mid-epoch; it is lost by that.
+        """Resume the run of ``variant`` on one device from a checkpoint in mid-epoch; it is lost by that.
 
         Returns how many steps were finished then, and the steps that followed; ``None``: there is no such checkpoint.
         """
@@ -129,7 +129,7 @@ class Lab:
         return {"selected_devices": [self.plan.placement["devices"][0]], "strategy": "auto"}
 
     def _saves(self) -> tuple[int, int]:
-        """After which step to save, in mid-epoch near half of the steps, and how many checkpoints to keep."""
+        """Choose a step in mid-epoch near half of the steps to save after, and the number of checkpoints to keep."""
         per_epoch = self.plan.steps_per_epoch
         first = min(per_epoch, self.steps // 2) or 1
         ends = {*range(first, self.steps, per_epoch), self.steps}
@@ -143,7 +143,7 @@ class Lab:
         return chosen, min(later(chosen), MOST_KEPT) + 1
 
     def _settings(self, variant: Variant, path: Path) -> dict[str, Any]:
-        """The user's settings with as few changes as possible; the plan's order and global batch stay."""
+        """Change as few of the user's settings as possible; the plan's order and global batch stay."""
         plan = self.plan
         user_settings = self.config.model_dump(mode="json", exclude_unset=True)
         first = max(0, plan.steps_per_epoch - self.steps // 2)
@@ -191,7 +191,7 @@ class Lab:
         return settings
 
     def _batch(self, variant: Variant) -> dict[str, Any]:
-        """One device takes the samples of all devices in one micro-batch, or part by part."""
+        """Give one device the samples of all devices, in one micro-batch or part by part."""
         batch = self.plan.batch
         if variant.layout == "many":
             return {}

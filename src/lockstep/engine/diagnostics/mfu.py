@@ -33,7 +33,7 @@ def peak_share(task: Task, source: Source, plan: Plan) -> tuple[float | None, st
 
 
 def flops_of_sample(task: Task, source: Source, plan: Plan) -> tuple[float | None, str]:
-    """Operations of forward and backward as torch's counter sees them on tensors without memory; ``None``, and why."""
+    """Count operations of forward and backward by torch's counter on tensors without memory; ``None``, and why."""
     from torch.utils.flop_counter import FlopCounterMode
 
     if plan.task.lengths is not None or isinstance(source.dataset, Stream):

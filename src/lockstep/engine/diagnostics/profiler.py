@@ -86,7 +86,7 @@ def _started(device: torch.device) -> profile:
 
 
 def _written(profiler: profile | None, rank: RankContext) -> str:
-    """Where the files are, or why there are none. A failed profile does not end a run."""
+    """Return where the files are, or why there are none. A failed profile does not end a run."""
     assert profiler is not None
     folder = rank.run_dir.profile
     name = f"rank-{rank.world.rank}"
@@ -107,7 +107,7 @@ def _written(profiler: profile | None, rank: RankContext) -> str:
 
 @contextmanager
 def _quiet_library() -> Iterator[None]:
-    """Kineto reads its level when it is first started, and prints a line at each start and stop at any level below."""
+    """Silence Kineto, which reads its level when first started, and prints at each start and stop at any below."""
     variable = "KINETO_LOG_LEVEL"
     if variable in os.environ:
         yield
@@ -120,7 +120,7 @@ def _quiet_library() -> Iterator[None]:
 
 
 def operators(averages: EventList, order: str) -> list[dict[str, Any]]:
-    """A row an operator, the costliest first: calls, times in µs, bytes that it allocated less those it released."""
+    """List operators, the costliest first: calls, times in µs, bytes that each allocated less those it released."""
     return [
         {
             "name": event.key,

@@ -67,7 +67,7 @@ class TracedSource(Source):
     """Batches come with the hashes of their samples."""
 
     def batch(self, request: BatchRequest) -> Any:
-        """:class:`Traced`; () for a request without samples."""
+        """Return :class:`Traced`; () for a request without samples."""
         batch = super().batch(request)
         if request.size == 0:
             return batch
@@ -139,7 +139,7 @@ class Trace:
         return batch.batch
 
     def after_update(self, requests: Sequence[BatchRequest], total: Any, count: Any) -> None:
-        """Begins the row of the step that has just ended, before its hooks are called."""
+        """Begin the row of the step that has just ended, before its hooks are called."""
         norm = self._update.grad_norm
         row: dict[str, Any] = {
             "digest": self._digest,
@@ -155,7 +155,7 @@ class Trace:
         self._read_sums()
 
     def after_hooks(self, step: int, *, merged: bool) -> None:
-        """Completes the row; ``merged``: ranks have just merged their buffers."""
+        """Complete the row; ``merged``: ranks have just merged their buffers."""
         self._read_sums()
         self._read()
         if merged:
@@ -219,12 +219,12 @@ def _picked(tensor: Tensor) -> Tensor:
 
 
 def _bits(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[int]:
-    """:func:`bit_sum` of each, 0 of one that is gone."""
+    """Compute :func:`bit_sum` of each, 0 of one that is gone."""
     return [int(bit_sum(tensors[name])) if name in tensors else 0 for name in names]
 
 
 def _settings(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    """The numbers of ``param_groups``, by name; learning rates are a column."""
+    """Yield the numbers of ``param_groups``, by name; learning rates are a column."""
     for group_number, group in enumerate(groups):
         for name, value in group.items():
             if name not in {"params", "lr", "initial_lr"}:

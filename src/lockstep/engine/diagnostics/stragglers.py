@@ -56,7 +56,7 @@ class Throughput:
         self._pause_began: float | None = None
 
     def add(self, samples: int, waited_s: float = 0.0) -> None:
-        """A step is done: ``samples`` over all ranks, ``waited_s`` seconds of it spent waiting for input."""
+        """Add a step: ``samples`` over all ranks, ``waited_s`` seconds of it spent waiting for input."""
         self._samples += samples
         self._waited_s += waited_s
 
@@ -64,7 +64,7 @@ class Throughput:
         return Mark(self._clock() - self._paused_s, self._samples, self._waited_s)
 
     def since(self, mark: Mark) -> Speed:
-        """Speed from ``mark`` until now; zeros when no time has passed."""
+        """Compute the speed from ``mark`` until now; zeros when no time has passed."""
         now = self.mark()
         seconds = now.seconds - mark.seconds
         if seconds <= 0:
@@ -127,7 +127,7 @@ class OwnTime:
         self._marked = moment(self._device)
 
     def stop(self) -> float:
-        """Seconds, or NaN when no gradient came; waits for the GPU."""
+        """Return seconds, or NaN when no gradient came; waits for the GPU."""
         for hook in self._hooks:
             hook.remove()
         marked = self._marked
@@ -142,7 +142,7 @@ class OwnTime:
 
 
 def queued_s() -> float:
-    """Seconds in which this thread was ready to run and waited for a core; 0 where the kernel does not count them."""
+    """Return seconds in which this thread, ready to run, waited for a core; 0 where the kernel does not count."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     return 0.0
@@ -219,7 +219,7 @@ class RankWatch:
 
 
 def memory(device: torch.device) -> tuple[float, float, float]:
-    """Bytes in use, reserved (NaN on a CPU) and at most, of this process on ``device``."""
+    """Return bytes in use, reserved (NaN on a CPU) and at most, of this process on ``device``."""
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
         reserved = torch.cuda.memory_reserved(device)

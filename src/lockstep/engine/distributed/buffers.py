@@ -104,12 +104,12 @@ class Buffers:
         self.checks_left = 0 if mode == "alone" else CHECKED_STEPS
 
     def tensors(self, *kinds: str) -> list[Tensor]:
-        """The buffers of these kinds, shared ones once; ``once`` are those of spectral normalisation."""
+        """Return the buffers of these kinds, shared ones once; ``once`` are those of spectral normalisation."""
         tensors = [slot.tensor for kind in kinds for slot in self._places[kind]]
         return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
     def ruled(self) -> Iterator[Tensor]:
-        """The buffers that change by a rule of torch's layers, or of their module's declaration."""
+        """Yield the buffers that change by a rule of torch's layers, or of their module's declaration."""
         for layer in self._module.modules():
             for attribute, tensor in buffers_of(layer).items():
                 is_declared = attribute in getattr(layer, ATTRIBUTE, {})
@@ -119,19 +119,19 @@ class Buffers:
     # Around a step.
 
     def begin(self) -> None:
-        """Before a step."""
+        """Keep the values of buffers that a step changes, before it."""
         if self._places["once"]:
             self._once = [(tensor, tensor.clone()) for tensor in self.tensors("once")]
         if self._places["sum"]:
             self._starts = [tensor.clone() for tensor in self.tensors("sum")]
 
     def rewind(self) -> None:
-        """Before a micro-batch."""
+        """Restore buffers that change once a step, before a micro-batch."""
         for tensor, value in self._once:
             tensor.copy_(value)
 
     def end(self, window: Window) -> None:
-        """After a step of several ranks. Collective."""
+        """End a step of several ranks. Collective."""
         if self._merges or window.irregular:
             self._merge(sum(request.size for request in window.requests if not request.ghost), window.irregular)
         if self.checks_left:
@@ -139,7 +139,7 @@ class Buffers:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """No buffer changes in the body, except that synchronised BatchNorm has seen the samples of other ranks."""
+        """Restore all buffers after the body; synchronised BatchNorm has then seen the samples of other ranks."""
         buffers = [
             (layer, attribute, tensor)
             for layer in self._module.modules()
@@ -212,7 +212,7 @@ class Buffers:
         self._written |= {*changed}
 
     def _undeclared(self) -> dict[str, Tensor]:
-        """Those that are registered now, whoever did it; a buffer shared with a declared one is declared."""
+        """Return buffers that are registered now, by whomever; one shared with a declared buffer is declared."""
         settled = {id(tensor) for tensor in self.tensors(*self._places)}
         return {
             _joined(path, attribute): tensor
@@ -282,7 +282,7 @@ def _equal(left: Tensor | None, right: Tensor | None) -> bool:
 
 
 def _grew(before: Tensor | None, now: Tensor | None) -> bool:
-    """Whether a cache became larger or smaller, and what both have is the same."""
+    """Return whether a cache became larger or smaller, and is the same in the part that both have."""
     if before is None or now is None:
         return True
     if before.dim() != now.dim() or before.shape == now.shape:
@@ -292,7 +292,7 @@ def _grew(before: Tensor | None, now: Tensor | None) -> bool:
 
 
 def _differing(tensors: Mapping[str, Tensor | None]) -> str | None:
-    """The first name whose tensors differ between ranks, except in how far they have grown. Collective.
+    """Return the first name whose tensors differ between ranks, except in how far they have grown. Collective.
 
     ``tensors`` have the same names on all ranks; ``None`` is not there yet.
     """
@@ -311,7 +311,7 @@ def _differing(tensors: Mapping[str, Tensor | None]) -> str | None:
 
 
 def _gathered(value: Any) -> list[Any]:
-    """Every rank's ``value``, by rank. Collective."""
+    """Return every rank's ``value``, by rank. Collective."""
     values = [value] * world_size(None)
     if len(values) > 1:
         dist.all_gather_object(values, value)
@@ -322,7 +322,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def first_difference(tensors: Mapping[str, Tensor], collectives: Collectives) -> str | None:
-    """The name of the first of ``tensors`` that is not the same on all ranks, with those ranks. Collective.
+    """Name the first of ``tensors`` that is not the same on all ranks, and those ranks. Collective.
 
     Of each tensor the sum of its bit patterns is compared: it needs no copy, and no order.
     """
@@ -342,13 +342,13 @@ def first_difference(tensors: Mapping[str, Tensor], collectives: Collectives) ->
 
 @torch.no_grad()
 def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bit patterns, where the tensor is: equal for equal values; shape ()."""
+    """Sum a tensor's bit patterns, where the tensor is: equal for equal values; shape ()."""
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return tensor.detach().view(_BITS[tensor.itemsize]).sum(dtype=torch.int64)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and the saved buffers of ``model`` that all ranks should share."""
+    """Return the parameters and the saved buffers of ``model`` that all ranks should share."""
     local = {
         _joined(path, name)
         for path, layer in model.named_modules()

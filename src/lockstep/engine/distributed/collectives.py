@@ -59,7 +59,7 @@ class Collectives:
                 dist.barrier(group=self.group)
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """``source``'s value, on every rank. Any object that can be pickled; tensors should be on the CPU."""
+        """Send ``source``'s value to every rank. Any object that can be pickled; tensors should be on the CPU."""
         if self.group is None:
             return value
         self._refuse_gradient(value)
@@ -72,7 +72,7 @@ class Collectives:
         return value if self.rank == source else _unpacked(header, message)
 
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
+        """Gather every rank's value, by rank, on every rank."""
         if self.group is None:
             return [value]
         self._refuse_gradient(value)
@@ -82,7 +82,7 @@ class Collectives:
         return [_unpacked(*message) for message in packed]
 
     def gather(self, value: T, target: int = 0) -> list[T] | None:
-        """Every rank's value, by rank, on ``target``; ``None`` elsewhere. Tensors on the CPU are not pickled."""
+        """Gather every rank's value, by rank, on ``target``; ``None`` elsewhere. Tensors on the CPU are not pickled."""
         if self.group is None:
             return [value]
         self._refuse_gradient(value)
@@ -101,33 +101,33 @@ class Collectives:
         return _unpacked(header, message)
 
     def sum(self, *values: V) -> tuple[V, ...]:
-        """Element-wise sums over ranks, in float64, of numbers, or of tensors whose shapes all ranks share."""
+        """Sum over ranks element by element, in float64: numbers, or tensors whose shapes all ranks share."""
         return self._reduced("sum", values)
 
     def mean(self, *values: V) -> tuple[V, ...]:
-        """:meth:`sum` divided by the number of ranks; see :meth:`weighted_mean` for shares that differ."""
+        """Divide :meth:`sum` by the number of ranks; see :meth:`weighted_mean` for shares that differ."""
         return tuple(total / self.size for total in self._reduced("sum", values))
 
     def min(self, *values: V) -> tuple[V, ...]:
-        """Element-wise minima over ranks; see :meth:`sum`."""
+        """Return element-wise minima over ranks; see :meth:`sum`."""
         return self._reduced("min", values)
 
     def max(self, *values: V) -> tuple[V, ...]:
-        """Element-wise maxima over ranks; see :meth:`sum`."""
+        """Return element-wise maxima over ranks; see :meth:`sum`."""
         return self._reduced("max", values)
 
     def weighted_mean(self, value: float, count: float) -> float:
-        """Σ value·count / Σ count over ranks: the mean over all items, for any share of each rank."""
+        """Compute Σ value·count / Σ count over ranks: the mean over all items, for any share of each rank."""
         total, counts = self._reduced("sum", (value * count if count else 0.0, count), "weighted_mean")
         return total / counts if counts else float("nan")
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on some rank."""
+        """Return whether ``flag`` is true on some rank."""
         return self._reduced("sum", (float(flag),), "any")[0] > 0
 
     @contextmanager
     def main_first(self, *, per_node: bool = False) -> Iterator[None]:
-        """Rank 0 (or each node's first rank) runs the body before the others; its failure fails all of them."""
+        """Run the body on rank 0 (or each node's first rank) before the others; its failure fails all of them."""
         first = self.local_rank == 0 if per_node else self.is_main
         error: BaseException | None = None
         if first:
@@ -174,7 +174,7 @@ class Collectives:
                 pass
 
     def _call(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Surrounds the communication of one call among several ranks."""
+        """Surround the communication of one call among several ranks."""
         return contextlib.nullcontext()
 
 
@@ -196,7 +196,7 @@ def _tensor(content: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 
 def _packed(value: object) -> tuple[Tensor, Tensor]:
-    """The number of parts and of bytes; and the bytes: sizes of the parts, ``value``'s tensors, the rest pickled."""
+    """Return the numbers of parts and bytes, and the bytes: sizes of the parts, ``value``'s tensors, a pickle."""
     file = io.BytesIO()
     buffers = list[pickle.PickleBuffer]()
     _Packer(file, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -206,7 +206,7 @@ def _packed(value: object) -> tuple[Tensor, Tensor]:
 
 
 def _unpacked(header: Tensor, message: Tensor) -> Any:
-    """The value of which these are the parts."""
+    """Restore the value from its parts."""
     sizes = 8 * int(header[0])
     *tensors, rest = message[sizes:].split(message[:sizes].view(torch.int64).tolist())
     return pickle.loads(rest.numpy().tobytes(), buffers=tensors)
@@ -263,7 +263,7 @@ class CheckedCollectives(Collectives):
             raise self._nobody_came(mine, absent, time.monotonic() - started) from error
 
     def _compare(self, mine: Call) -> None:
-        """Every rank in this call, or an error on every rank."""
+        """Check that every rank is in this call; raise an error on every rank otherwise."""
         digest = zlib.crc32(mine.name.encode())
         extremes = torch.tensor([digest, -digest])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
@@ -273,7 +273,7 @@ class CheckedCollectives(Collectives):
             raise _different(enumerate(calls))
 
     def _noted(self) -> dict[int, Call]:
-        """The last call of each rank that it has left a note of; none if the store is gone."""
+        """Return the last call of each rank that it has left a note of; none if the store is gone."""
         try:
             return {rank: Call(*json.loads(self._store.get(_note(rank)))) for rank in range(self.size)}
         except RuntimeError:
@@ -308,7 +308,7 @@ def _different(calls: Iterable[tuple[int, Call]]) -> CollectiveError:
 
 
 def _place() -> str:
-    """``file:line`` of the code that called a method of this module, or one of a session that calls it."""
+    """Return ``file:line`` of the code that called a method of this module, or one of a session that calls it."""
     frame = sys._getframe(1)
     package = Path(__file__).parents[2]
     packages = (str(package / part) for part in ("engine", "launch", "api"))
@@ -332,7 +332,7 @@ def shared(world: World, timeout_s: float) -> Iterator[None]:
 
 
 def collectives() -> Collectives:
-    """Rank, size and the collectives of the run that this code is a part of; outside a run, those of one process.
+    """Return rank, size and collectives of the run that this code is a part of; else those of one process.
 
     For a task's hooks, which run on every rank after the same steps::
 

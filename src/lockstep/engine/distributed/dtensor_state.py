@@ -16,7 +16,7 @@ from lockstep.rundir.heartbeat import pulse
 
 
 def gathered(state: Any, *, keep: bool) -> Any:
-    """``state`` with whole tensors in place of divided ones. Collective; the same on one device.
+    """Return ``state`` with whole tensors in place of divided ones. Collective; the same on one device.
 
     One tensor at a time is whole on the device; on a rank that does not ``keep`` them, none stays.
     """
@@ -76,14 +76,14 @@ def _rows(value: Any) -> Any:
 
 
 def restored(value: Any, parameter: Tensor) -> Any:
-    """A value of the whole optimizer state of ``parameter``, as that of this rank."""
+    """Return a value of the whole optimizer state of ``parameter``, as that of this rank."""
     if isinstance(value, Tensor | Pieces) and value.shape == parameter.shape:
         return divided_like(value, parameter)
     return value.whole() if isinstance(value, Pieces) else value
 
 
 def divided_like(whole: Tensor | Pieces, like: Tensor) -> Tensor:
-    """This rank's part of ``whole``, which every rank has, divided as ``like`` is. Not collective.
+    """Return this rank's part of ``whole``, which every rank has, divided as ``like`` is. Not collective.
 
     Of a tensor that lies in the shards of a checkpoint only these rows are read.
     """

@@ -20,12 +20,12 @@ from lockstep.data.requests import mapped
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Every tensor of a nested batch on ``device``, asynchronously from pinned memory."""
+    """Copy every tensor of a nested batch to ``device``, asynchronously from pinned memory."""
     return mapped(batch, lambda leaf: _moved(leaf, device), "to")
 
 
 def to_host(rows: Any) -> Any:
-    """Every tensor of ``rows`` in host memory, complete on return."""
+    """Copy every tensor of ``rows`` to host memory, complete on return."""
     return mapped(rows, lambda leaf: _moved(leaf, torch.device("cpu"), waits=True), "to")
 
 
@@ -103,12 +103,12 @@ def world_size(group: Group) -> int:
 
 
 def wire_device(device: torch.device, group: Group) -> torch.device:
-    """Where tensors of ``device`` must lie to travel over ``group``."""
+    """Return where tensors of ``device`` must lie to travel over ``group``."""
     return torch.device("cpu") if dist.get_backend(group) == dist.Backend.GLOO else device
 
 
 def all_gather_rows(row: Tensor, group: Group) -> Tensor:
-    """Every rank's ``row``, by rank: [n] → [ranks, n]."""
+    """Gather every rank's ``row``, by rank: [n] → [ranks, n]."""
     ranks = world_size(group)
     if ranks == 1:
         return row.unsqueeze(0)
@@ -119,7 +119,7 @@ def all_gather_rows(row: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """The reduction of every rank's ``tensor``; may be ``tensor`` itself."""
+    """Reduce every rank's ``tensor``; the result may be ``tensor`` itself."""
     if world_size(group) == 1:
         return tensor
     sent = tensor.to(wire_device(tensor.device, group))

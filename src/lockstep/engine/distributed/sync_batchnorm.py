@@ -23,7 +23,7 @@ from lockstep.errors import RunError, UnsupportedError
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Whether a BatchNorm layer of any kind is in ``model``, so that a sample's output depends on its batch."""
+    """Return whether a BatchNorm layer of any kind is in ``model``, so that a sample's output depends on its batch."""
     return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
@@ -60,7 +60,7 @@ class SyncedBatchNorm(BatchNorm):
 
     @torch.no_grad()
     def _gather(self, input: Tensor, local: int) -> Statistics:
-        """Statistics over all ranks, of which ``local`` values per channel are here."""
+        """Combine the statistics of all ranks; ``local`` values per channel are here."""
         kind = torch.float32 if input.dtype in {torch.float16, torch.bfloat16} else input.dtype
         row = torch.zeros(1 + 2 * self.num_features, dtype=torch.float64, device=input.device)
         if local:
@@ -80,7 +80,7 @@ class SyncedBatchNorm(BatchNorm):
         return Statistics(mean.to(kind), (spread / divisor).to(kind), values)
 
     def _has_variance(self, batch: Statistics, input: Tensor) -> bool:
-        """Whether there are two values. It waits for the device, so only a rank that has fewer itself asks."""
+        """Return whether there are two values. It waits for the device, so only a rank that has fewer itself asks."""
         values = float(batch.values)
         if values == 1:
             ranks = world_size(None)
@@ -186,7 +186,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _sums(grad: Tensor, input: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
-    """[Σ dy·x̂, Σ dy] over this rank's values: [2 C]. torch's kernel takes one pass, and no memory."""
+    """Compute [Σ dy·x̂, Σ dy] over this rank's values: [2 C]. torch's kernel takes one pass, and no memory."""
     output_mask = [False, True, True]
     _, products, totals = torch.ops.aten.native_batch_norm_backward(
         grad, input, torch.ones_like(mean), None, None, mean, inverse, True, 0.0, output_mask
@@ -195,7 +195,7 @@ def _sums(grad: Tensor, input: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """[C] → [1, C, 1, …], to broadcast over ``like``."""
+    """Reshape [C] → [1, C, 1, …], to broadcast over ``like``."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
@@ -219,7 +219,7 @@ def convert(module: nn.Module) -> nn.Module:
 
 
 def _synced(kind: type[BatchNorm]) -> type[SyncedBatchNorm] | None:
-    """The synchronised class of ``kind``; one that adds to torch's, but inherits its forward, gets one here."""
+    """Return the synchronised class of ``kind``; one that adds to torch's, but inherits its forward, gets one here."""
     if issubclass(kind, SyncedBatchNorm):
         return kind
     base = next((base for base in _SYNCED if issubclass(kind, base) and kind.forward is base.forward), None)

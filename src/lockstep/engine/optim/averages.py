@@ -106,7 +106,7 @@ class Averages:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """The model has its averaged weights inside."""
+        """Put the averaged weights into the model for the block."""
         self.swap()
         try:
             yield
@@ -114,7 +114,7 @@ class Averages:
             self.swap()
 
     def trained(self) -> dict[str, Any] | None:
-        """For a checkpoint, called while the averages are in use: the weights that are trained."""
+        """Return the weights that are trained, for a checkpoint, while the averages are in use."""
         averages = self._config.name != "none" or self._own is not None
         return {"updates": self._updates, "trained": dict(self._averaged)} if averages else None
 
@@ -145,7 +145,7 @@ class Averages:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a divided tensor, sharing its memory; operations on lists do not mix both kinds."""
+    """Return this rank's part of a divided tensor, sharing its memory; operations on lists do not mix both kinds."""
     whole: Any = tensor.detach()
     part: Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
     return part

@@ -91,7 +91,7 @@ class AdamKernel:
 
 
 def _start_momentum(optimizer: Optimizer) -> None:
-    """Momentum of zero for parameters that have none.
+    """Make a momentum of zero for parameters that have none.
 
     The fused kernel allocates buffers uninitialised, and leaves them so when the first step is skipped; where some
     parameters have a buffer and others do not (a layer that was unfrozen), it fails.
@@ -106,7 +106,7 @@ def _start_momentum(optimizer: Optimizer) -> None:
 
 
 def _is_plain(group: dict[str, Any], parameters: list[nn.Parameter]) -> bool:
-    """Whether ``parameters`` need nothing but the kernel's usual arguments, on one device and in one dtype."""
+    """Return whether ``parameters`` need nothing but the kernel's usual arguments, on one device and in one dtype."""
     kinds = {(p.device, p.dtype) for p in parameters}
     unusual = ("amsgrad", "maximize", "capturable", "differentiable")
     numbers = (group["lr"], *group["betas"])

@@ -22,7 +22,7 @@ def settings_of(optimizer: Optimizer) -> Settings:
 
 
 def names_of(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Names:
-    """Each group's parameters by their names in the model."""
+    """Return each group's parameters by their names in the model."""
     name_of = {id(parameter): name for name, parameter in named.items()}
     return [[name_of[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
@@ -30,7 +30,7 @@ def names_of(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Names:
 def fitted(
     saved: dict[str, Any], names: Names | None, optimizer: Optimizer, named: Mapping[str, nn.Parameter]
 ) -> dict[str, Any]:
-    """``saved``, an optimizer's state dict, with parameters numbered as in ``optimizer``.
+    """Renumber the parameters of ``saved``, an optimizer's state dict, as in ``optimizer``.
 
     Groups that a hook added in an earlier attempt are added to ``optimizer``. A state that does not fit is returned
     unchanged, for ``optimizer`` to refuse; so is one without ``names``, saved from a divided model.
@@ -114,7 +114,7 @@ def check_restored(optimizer: Optimizer) -> None:
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Whether ``value`` may be the setting of an optimizer whose default is ``default``."""
+    """Return whether ``value`` may be the setting of an optimizer whose default is ``default``."""
     if isinstance(default, (tuple, list)):
         return isinstance(value, (tuple, list)) and len(value) == len(default) and all(map(_is_like, value, default))
     if default is None or isinstance(default, bool):

@@ -70,7 +70,7 @@ def check_sparse(model: nn.Module, *, reduced: bool) -> None:
 
 
 def sparse_layers(model: nn.Module) -> list[str]:
-    """Names of embeddings whose gradients are sparse."""
+    """Return names of embeddings whose gradients are sparse."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.sparse]
 
@@ -93,7 +93,7 @@ def check_belongs(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> No
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Optimizer:
-    """The configured optimizer over all parameters, fused where torch has a fused kernel.
+    """Build the configured optimizer over all parameters, fused where torch has a fused kernel.
 
     Frozen ones have no gradient, and are left alone until they are unfrozen.
     """
@@ -123,7 +123,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> Opt
 
 
 def _grouped(config: OptimizerConfig, parameters: list[nn.Parameter]) -> Any:
-    """``parameters``, in two groups where only matrices have weight decay."""
+    """Divide ``parameters`` into two groups where only matrices have weight decay."""
     vectors = [] if config.weight_decay_on == "all" else [p for p in parameters if p.dim() < 2]
     matrices = [p for p in parameters if config.weight_decay_on == "all" or p.dim() >= 2]
     if not vectors or not matrices:

@@ -23,7 +23,7 @@ def autocast(kind: str, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def cast(model: nn.Module, kind: str) -> nn.Module:
-    """``model``, for ``bf16-true`` with weights in bfloat16: its forward casts its inputs, and returns float32."""
+    """Prepare ``model`` for ``bf16-true``: its weights are bfloat16, its forward casts inputs, returns float32."""
     if kind == "bf16-true":
         inner = bare(model).bfloat16()
         inner.register_forward_pre_hook(
@@ -34,7 +34,7 @@ def cast(model: nn.Module, kind: str) -> nn.Module:
 
 
 def _floats(values: Any, dtype: torch.dtype) -> Any:
-    """``values`` with their floating-point tensors in ``dtype``."""
+    """Convert the floating-point tensors of ``values`` to ``dtype``."""
     return mapped(
         values, lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, "to"
     )
@@ -67,15 +67,15 @@ class Precision:
         return autocast(self.kind, self._device)
 
     def seed(self) -> Tensor:
-        """What ``backward`` starts from, shape (): exact, since both factors are powers of two."""
+        """Return the start of ``backward``, shape (): exact, since both factors are powers of two."""
         return self._seed
 
     def seed_value(self) -> float:
-        """:meth:`seed` as a number; synchronises with a GPU."""
+        """Return :meth:`seed` as a number; synchronises with a GPU."""
         return self._pre_scale_value if self._scale is None else self._seed.item()
 
     def update(self, found_inf: Tensor, counted: Tensor | None = None) -> None:
-        """After a step: halve the loss scale on overflow, double it after 2,000 good steps. No host sync.
+        """Halve the loss scale after an overflow, double it after 2,000 good steps. No host sync.
 
         ``counted``: false leaves the scale as it is, after a step without items.
         """

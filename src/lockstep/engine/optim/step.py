@@ -26,7 +26,7 @@ from lockstep.errors import TaskError, many
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
-    """The numbers of the gradient, real and without the zeros of a sparse one; it shares their memory."""
+    """Return the numbers of the gradient, real and without the zeros of a sparse one; it shares their memory."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
@@ -36,7 +36,7 @@ def _dense(parameter: nn.Parameter) -> Tensor:
 
 
 def _clipping(norm: Tensor | float, max_norm: float) -> Tensor | float:
-    """The factor that limits a gradient of this norm to ``max_norm``; NaN where the norm is not finite."""
+    """Return the factor that limits a gradient of this norm to ``max_norm``; NaN where the norm is not finite."""
     if isinstance(norm, float):
         return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
     return torch.where(torch.isfinite(norm), (max_norm / (norm + 1e-6)).clamp(max=1.0), torch.nan)
@@ -146,7 +146,7 @@ class Update:
         return gradients if self.divided is None else self.divided.local(gradients)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """The global L2 norm; as ``get_total_norm``, which first sorts the tensors by device and dtype."""
+        """Compute the global L2 norm; ``get_total_norm`` would first sort the tensors by device and dtype."""
         if self.divided is not None:
             return self.divided.total_norm(gradients)
         if not self._one_norm or not gradients:
@@ -201,7 +201,7 @@ class Update:
 def build_update(
     rank: RankContext, task: Task, model: nn.Module, divided: Divided | None, *, validates: bool
 ) -> Update:
-    """The update of ``model``, which is on its device. ``validates``: the run has evaluations."""
+    """Build the update of ``model``, which is on its device. ``validates``: the run has evaluations."""
     config = rank.config
     plan = rank.plan
     with compiler_not_imported():
@@ -237,7 +237,7 @@ def build_update(
 
 
 def untrained_note(update: Update, model: nn.Module, max_norm: float | None) -> str | None:
-    """A note where parameters of ``model`` are in no group of the optimizer."""
+    """Return a note where parameters of ``model`` are in no group of the optimizer."""
     trained_ids = {id(parameter) for group in update.optimizer.param_groups for parameter in group["params"]}
     names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained_ids]
     if not names:

@@ -53,7 +53,7 @@ class SeededDraws:
             generator.manual_seed(self.key(step, part, number))
 
     def key(self, step: int, part: int, number: int = 0, purpose: str = "") -> int:
-        """The seed of a micro-batch on the device with this ``number``."""
+        """Return the seed of a micro-batch on the device with this ``number``."""
         return dropout_seed(self._seed, step, part, number, purpose or self._purpose)
 
 
@@ -82,7 +82,7 @@ class Passes:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Passes inside join the collectives of ranks that have samples, and leave no trace in buffers."""
+        """Let passes in the body join the collectives of ranks that have samples, without a trace in buffers."""
         with ghost(self.module), self.buffers.untouched():
             yield
 
@@ -144,7 +144,7 @@ class Strategy:
         return reduced
 
     def evaluating(self, task: Task) -> Task:
-        """``task`` as evaluation must ask it."""
+        """Return ``task`` as evaluation must ask it."""
         return task
 
     @property
@@ -154,11 +154,11 @@ class Strategy:
         return self._model if self._graphs else None
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
-        """A checkpoint's content from the parts that ranks have, on ranks that ``keep`` it. Collective if sharded."""
+        """Merge the parts that ranks have into a checkpoint, on ranks that ``keep`` it. Collective if sharded."""
         return state
 
     def _begin(self) -> None:
-        """Before a step: adapt to parameters that were frozen or unfrozen since the one before, clear gradients."""
+        """Adapt to parameters that were frozen or unfrozen since the step before, and clear gradients."""
         if self._trainable.have_changed():
             self._clear()
             self._adapt()
@@ -212,7 +212,7 @@ class Strategy:
             parameter.grad = gradient
 
     def _keep_gradients(self, *, more: bool) -> None:
-        """Before the next micro-batch: gradients of a CUDA graph are in its memory, which it will write to again."""
+        """Copy gradients of a CUDA graph before the next micro-batch, which will write to their memory again."""
         if more and self._graphs:
             for parameter in self._trained:
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()

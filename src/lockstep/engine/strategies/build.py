@@ -20,7 +20,7 @@ from lockstep.strategies import auto_strategy, find_strategy
 
 
 def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
-    """``strategy: single``."""
+    """Build ``strategy: single``."""
     return Strategy(replica)
 
 
@@ -44,7 +44,7 @@ def divide(rank: RankContext, task: Task, model: nn.Module, datasets: Datasets) 
 def build_strategy(
     rank: RankContext, task: Task, model: nn.Module, precision: Precision, divided: Divided | None
 ) -> Strategy:
-    """The plan's strategy for ``model``, which is on its device. Collective.
+    """Build the plan's strategy for ``model``, which is on its device. Collective.
 
     A plan of several ranks may be given to one process alone, to measure it: then it is ``single``.
     """

@@ -19,7 +19,7 @@ from lockstep.planning import Plan
 
 
 def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
-    """The model is replicated over the plan's GPUs for each micro-batch, and its samples are scattered to them.
+    """Replicate the model over the plan's GPUs for each micro-batch, and scatter its samples to them.
 
     DataParallel wraps the model alone, so the task's loss must call the model itself, not other methods of it.
     """
@@ -29,7 +29,7 @@ def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
 
 
 def devices_for(samples: int, devices: int, min_samples: int) -> int:
-    """How many of ``devices`` torch may scatter ``samples`` to, so that each gets ``min_samples``, or one gets all.
+    """Count the ``devices`` that ``samples`` may be scattered to: each gets ``min_samples``, or one gets all.
 
     It hands out ⌈samples/devices⌉ each, as ``torch.chunk`` does, and the rest to the last one.
     """

@@ -30,14 +30,14 @@ _SYNC_BUFFERS = "forward_sync_buffers" if _RENAMED else "broadcast_buffers"
 
 
 def build(replica: Replica, config: RunConfig, plan: Plan) -> Strategy:
-    """The strategy of one rank, as the plan chose: gradients in one message, or in DDP's buckets. Collective."""
+    """Build the strategy of one rank, as the plan chose: gradients in one message, or in DDP's buckets. Collective."""
     if plan.one_message:
         return FlatStrategy(replica)
     return DdpStrategy(replica, config.distributed)
 
 
 def joint_bytes(model: nn.Module) -> int:
-    """Bytes of the gradients of ``model``, shape and type of which let one message carry them; else 0.
+    """Return the size of the gradients of ``model``, if shapes and types allow one message for all; else 0.
 
     They are row-major. With weights of another layout (``channels_last``) a fused optimizer, which walks both through
     memory, would mix up their elements. Frozen parameters must have them too, as they may be unfrozen later.

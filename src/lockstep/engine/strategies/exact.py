@@ -51,7 +51,7 @@ class TreeSum:
         self._stack.append((height, leaf))
 
     def result(self) -> Leaf | None:
-        """The sum of all leaves, whose number is a power of two; ``None`` if all were empty."""
+        """Return the sum of all leaves, whose number is a power of two; ``None`` if all were empty."""
         assert len(self._stack) == 1, "the number of leaves must be a power of two"
         return self._stack[0][1]
 
@@ -67,7 +67,7 @@ class TreeAllReduce:
         self._layout: list[tuple[torch.dtype, torch.Size]] = []
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
-        """Collective. A rank whose lanes were all empty passes zeros of the shapes that others pass."""
+        """Reduce. A rank whose lanes were all empty passes zeros of the shapes that others pass. Collective."""
         if not tensors:
             return
         if self._world_size == 1:
@@ -181,7 +181,7 @@ class LaneSums:
         return [*gradients, *statistics, *counters, sums]
 
     def total(self, *last: float) -> Leaf:
-        """The sums over all ranks, to be taken; ``last``: of this rank, added to the last numbers. Collective."""
+        """Sum over all ranks, to be taken; ``last``: of this rank, added to the last numbers. Collective."""
         total = self._tree.result() or self._leaf()
         if any(last):
             total[-1][self._numbers - len(last) : self._numbers] += torch.tensor(last).to(total[-1])

@@ -119,7 +119,7 @@ class ShardedModel(Divided):
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """A backward inside contributes zeros to the reduction."""
+        """Let a backward in the body contribute zeros to the reduction."""
         self.reduce_scatter.nothing = True
         try:
             yield
@@ -187,7 +187,7 @@ class FsdpStrategy(RanksStrategy):
 
 
 def through(root: nn.Module, function: Callable[..., Any], batch: Any) -> Any:
-    """``function(model, batch)``, with the parameters gathered that are in no block. Collective."""
+    """Call ``function(model, batch)``, with the parameters gathered that are in no block. Collective."""
     try:
         return root(function, batch)
     except RuntimeError as error:
@@ -226,7 +226,7 @@ def _refuse_views(model: nn.Module) -> None:
 
 
 def _policy(module: nn.Module, blocks: Sequence[nn.Module], precision: str) -> MixedPrecisionPolicy:
-    """Parameters travel as autocast would cast them; sums are made in single precision.
+    """Return the precision of parameters in transit, which is autocast's; sums are made in single precision.
 
     Normalisation layers with statistics keep theirs in single precision, and so does their block.
     """

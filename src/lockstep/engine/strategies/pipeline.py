@@ -51,7 +51,7 @@ def divide(whole: Undivided) -> Divided:
 
 
 def schedule(kind: str, rank: int, ranks: int, micro_batches: int) -> list[tuple[bool, int]]:
-    """What rank ``rank`` of ``ranks`` does in a step, in order: the forward (true) or the backward of a micro-batch.
+    """List the actions of ``rank`` in a step, in order: forward (true) or backward, and the micro-batch.
 
     ``gpipe``: all forwards, then all backwards. ``1f1b``: as soon as the last rank has a micro-batch, each rank
     turns from one forward to one backward, so that it holds the activations of at most ``ranks - rank`` of them.
@@ -94,7 +94,7 @@ class PipelineModel(Divided):
         return list(self.mine.parameters())
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """From the norms of all parameters in the order of the model: rounded as on one device."""
+        """Compute the norm from those of all parameters in the order of the model: rounded as on one device."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         mine = [numbers[id(parameter)] for parameter in self.mine.parameters() if parameter.grad is not None]
         table = torch.zeros(2, len(numbers), dtype=torch.float64, device=self.device)
@@ -111,7 +111,7 @@ class PipelineModel(Divided):
         return all_reduce(pick(mine, places).to(self.device), None).cpu()
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's whole state dict without that of other ranks' parameters."""
+        """Return an optimizer's whole state dict without that of other ranks' parameters."""
         mine = self._numbers(optimizer)
         return {**state, "state": {number: values for number, values in state["state"].items() if number in mine}}
 
@@ -122,7 +122,7 @@ class PipelineModel(Divided):
         return {number for number, parameter in enumerate(parameters) if id(parameter) in local_ids}
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
-        """A checkpoint's content from the parts that ranks hold, on ranks that ``keep`` it. Collective.
+        """Merge the parts that ranks hold into a checkpoint, on ranks that ``keep`` it. Collective.
 
         One rank's part at a time is on the way.
         """
@@ -192,7 +192,7 @@ class PipelineStrategy(Strategy):
         return result if self._pipeline.is_last else None
 
     def through(self, function: Callable[..., Any], batch: Any) -> tuple[Inputs, Any]:
-        """This rank's part of ``function(model, batch)``: its inputs and its result."""
+        """Compute this rank's part of ``function(model, batch)``: its inputs and its result."""
         model = self._pipeline
         rank = self._world.rank
         model.mine.train(self.module.training)
@@ -219,7 +219,7 @@ class PipelineStrategy(Strategy):
         return inputs, output
 
     def _forward(self, batch: Any, step: int, index: int) -> tuple[Inputs, Any]:
-        """This rank's inputs of a micro-batch, and what its backward begins with."""
+        """Compute this rank's inputs of a micro-batch, and the tensor that its backward begins with."""
         total, count = self._forward_pass(batch, step, index << 16)
         self._reducer.add(total, count, is_last=False)
         inputs, output = self._passed
@@ -289,7 +289,7 @@ class Line:
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
-    """Those that a forward pass on ``device`` may draw from."""
+    """Return the generators that a forward pass on ``device`` may draw from."""
     on_gpu = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
     return [torch.default_generator, *on_gpu]
 

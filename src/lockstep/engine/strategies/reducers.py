@@ -48,7 +48,7 @@ class Reduced(NamedTuple):
 
 
 def check_change(flags: Flags, ranks: int, *, announced: bool) -> Flags:
-    """``flags``, summed over ``ranks``; ``announced``: this rank is one of those where parameters changed."""
+    """Return ``flags``, summed over ``ranks``; refuse a change on some ranks only. ``announced``: this one has it."""
     if flags.changed != (ranks if announced else 0):
         raise TaskError(
             "parameters were frozen or unfrozen on some ranks only",
@@ -95,7 +95,7 @@ class Alone:
 
 
 def pack(total: Any, count: Any, flags: Flags) -> list[Any]:
-    """Numbers of a rank, for sums in float32: a count of whole items below 2³⁶ comes through exactly.
+    """Pack numbers of a rank for sums in float32: a count of whole items below 2³⁶ comes through exactly.
 
     ``total`` and ``count`` may be tensors in float64, which are not read.
     """
@@ -105,7 +105,7 @@ def pack(total: Any, count: Any, flags: Flags) -> list[Any]:
 
 
 def unpack(sums: Iterable[Any]) -> tuple[Any, Any, Flags]:
-    """The sums of what :func:`pack` packed: total, count, flags."""
+    """Unpack the sums of :func:`pack`: total, count, flags."""
     total, high, mid, low, *flags = sums
     return total, (high * _DIGIT + mid) * _DIGIT + low, Flags(*flags)
 
@@ -266,7 +266,7 @@ def step_sums(device: torch.device, divisor: float = 1.0) -> Reducer:
 
 
 def _number(value: Tensor | float) -> Tensor | float:
-    """A number on the host, or of a GPU, for which the host would wait, in double precision."""
+    """Return a number in double precision: on the host, or on a GPU, for which the host would wait."""
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" else value.detach().double()
     return value
@@ -289,7 +289,7 @@ class _Bucket:
 
 
 def _like(piece: Tensor, parameter: nn.Parameter) -> Tensor:
-    """``piece`` in the shape and memory layout of ``parameter``: a fused optimizer walks both through memory."""
+    """Return ``piece`` in the shape and memory layout of ``parameter``: a fused optimizer walks both through memory."""
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
     if not parameter.is_contiguous() and layout is not None and parameter.is_contiguous(memory_format=layout):
         return piece.as_strided(parameter.shape, parameter.stride())
@@ -297,7 +297,7 @@ def _like(piece: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _split(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[list[nn.Parameter]]:
-    """Buckets in about the order in which a backward pass completes gradients; each has one type and device.
+    """Divide parameters into buckets in about the order of a backward pass; each has one type and device.
 
     Numbers travel with the last bucket, so it has a type that can carry them, or is empty.
     """

@@ -21,7 +21,7 @@ _FIX = "write stages(model) in the task: modules that, called one after the othe
 
 
 def stages_of(task: Task, model: nn.Module, devices: int) -> Sequence[nn.Module]:
-    """The stages that ``task`` names: the whole model, each tensor in one of them, at least one a device.
+    """Return the stages that ``task`` names: the whole model, each tensor in one of them, at least one a device.
 
     Raises :class:`TaskError`, or :class:`ConfigError` for fewer than ``devices``.
     """
@@ -102,7 +102,7 @@ def refuse_names(named: Mapping[str, Any]) -> None:
 
 
 def ask(function: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
-    """``function(model, batch)``, where ``model`` replaces the task's model and offers its call alone."""
+    """Call ``function(model, batch)``, where ``model`` replaces the task's model and offers its call alone."""
     try:
         return function(model, batch)
     except AttributeError as error:
@@ -114,7 +114,7 @@ def ask(function: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
 
 
 def inputs_of(function: Callable[..., Any], batch: Any) -> Inputs:
-    """What ``function(model, batch)`` calls the model with."""
+    """Return the arguments with which ``function(model, batch)`` calls the model."""
     try:
         ask(function, _Catch(), batch)
     except _Called as call:
@@ -149,5 +149,5 @@ class Answer(nn.Module):
 
 
 def shares(stages: int, devices: int) -> list[int]:
-    """The first stage of each device, and the number of stages: equally many for each, or one more."""
+    """Return the first stage of each device, and the number of stages: equally many for each, or one more."""
     return [stages * device // devices for device in range(devices + 1)]

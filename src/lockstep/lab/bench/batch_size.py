@@ -91,7 +91,7 @@ def _search(report: BenchReport, subject: Subject, first: int, upper_limit: int,
 
 
 def search(rank: TrialRank, case: Case, candidate: int, fails: int | None, upper_limit: int, limit: int | None) -> None:
-    """On a rank: try one batch after the other until the search is over or this process is."""
+    """Try one batch after the other on a rank until the search is over or this process is."""
     with on_site(rank, case.config, case.plan) as site:
         if limit is not None:
             limit_memory(limit)
@@ -105,7 +105,7 @@ def search(rank: TrialRank, case: Case, candidate: int, fails: int | None, upper
 
 
 def _with_batch(plan: Plan, size: int) -> Plan:
-    """``plan`` with another batch size per device; an epoch may have a single step then."""
+    """Return ``plan`` with another batch size per device; an epoch may have a single step then."""
     micro_batches = plan.batch.accumulate * plan.batch.ranks * plan.batch.devices_per_rank
     batch = plan.batch.model_copy(update={"batch_size": size, "global_batch": size * micro_batches})
     pre_scale = 2.0 ** -(batch.global_batch.bit_length() - 1)

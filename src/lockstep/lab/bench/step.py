@@ -80,7 +80,7 @@ def bench_step(
 
 
 def check_steps(steps: int, warm_up: int) -> None:
-    """Raises :class:`UsageError` for numbers of steps that show nothing."""
+    """Raise :class:`UsageError` for numbers of steps that show nothing."""
     if steps < 2 or warm_up < 1:
         raise UsageError(
             f"{steps} steps after {warm_up} for warming up show nothing",

@@ -130,7 +130,7 @@ def _on_rank(
 
 @contextlib.contextmanager
 def new_trials() -> Iterator[Trials]:
-    """Trials in a temporary folder, removed afterwards. Raises :class:`KeyboardInterrupt` after a stopped trial."""
+    """Open trials in a temporary folder, which is removed. Raises :class:`KeyboardInterrupt` after a stopped one."""
     with TemporaryDirectory(prefix="lockstep-bench-") as folder:
         trials = Trials(Path(folder))
         yield trials

@@ -28,7 +28,7 @@ Metric = Annotated[str | None, flag("Metric of groups, such as test_accuracy. De
 
 
 def grouped(refs: Sequence[str], runs_dir: Path, by: str | None, metric: str | None) -> Grouping | None:
-    """The runs in groups, if groups are asked for, if a sweep is named, or if there are many runs."""
+    """Return the runs in groups, if groups are asked for, if a sweep is named, or if there are many runs."""
     from lockstep.lab.report.page import find_all
     from lockstep.rundir.groups import facts_of, group_runs
 

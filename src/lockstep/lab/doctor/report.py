@@ -157,5 +157,5 @@ def print_report(report: DoctorReport, stream: TextIO) -> None:
 
 
 def size_text(size: int) -> str:
-    """``4 KiB``, ``64 MiB``."""
+    """Format bytes as ``4 KiB``, ``64 MiB``."""
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"

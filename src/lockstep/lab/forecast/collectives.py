@@ -43,7 +43,7 @@ class Cluster:
         return ceil_div(devices, self.per_node)
 
     def bandwidth(self, devices: int) -> float:
-        """Bytes a second that every device can send in a ring over all of them: the slowest link's, shared by none."""
+        """Return bytes a second that each device can send in a ring over all: those of the slowest link, unshared."""
         index = 2 - self.beta_index
         if self.nodes(devices) == 1:
             return self.node.bandwidth[index]
@@ -57,7 +57,7 @@ class Cluster:
 
 
 def all_reduce(size: float, devices: int, cluster: Cluster) -> float:
-    """The faster of a ring through all devices and a double binary tree over nodes, as NCCL chooses.
+    """Predict seconds of a ring through all devices or a double binary tree over nodes, whichever is faster, as NCCL.
 
     A ring (Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002) sends 2(n-1)/n of the bytes in 2(n-1)
     steps, of which 2(nodes-1) cross the network. A tree (Sanders, Speck, Träff 2009,
@@ -75,7 +75,7 @@ def all_reduce(size: float, devices: int, cluster: Cluster) -> float:
 
 
 def all_gather(size: float, devices: int, cluster: Cluster) -> float:
-    """A ring; ``size``: bytes of the whole result. A reduce-scatter of a ``size``-byte input takes as long."""
+    """Predict seconds of a ring; ``size``: bytes of the whole result. A reduce-scatter of such an input is alike."""
     if devices == 1:
         return 0.0
     nodes = cluster.nodes(devices)

@@ -41,7 +41,7 @@ def total(kinds: Mapping[str, float]) -> float:
 
 
 def device_memory(footprint: Footprint, strategy: str, ranks: int, *, on_gpu: bool, offloaded: bool = False) -> Kinds:
-    """The memory of one device with a batch as in ``footprint``.
+    """Predict the memory of one device with a batch as in ``footprint``.
 
     With a replicated state it has everything; ddp's footprint must be counted with gradients kept, as its buckets do.
     With a sharded one (FSDP2, by block) it has 1/``ranks`` of parameters, gradients and optimizer (none where
@@ -124,7 +124,7 @@ def gigabytes(size: float) -> str:
 
 
 def parse_memory(text: str) -> float:
-    """``80GB``, ``24GiB``, ``500MB`` or bytes, as bytes. Raises :class:`UsageError`."""
+    """Convert ``80GB``, ``24GiB``, ``500MB`` or bytes to bytes. Raises :class:`UsageError`."""
     with contextlib.suppress(ValidationError):
         size = TypeAdapter(ByteSize).validate_python(text)
         if size > 0:
@@ -183,7 +183,7 @@ class Counting:
         return np.arange(samples) if lengths is None else np.argsort(np.asarray(lengths))[::-1]
 
     def batch(self, size: int) -> Any:
-        """``size`` training samples, the longest ones."""
+        """Return ``size`` training samples, the longest ones."""
         task = self.base.task
         seed = self.config.training.seed
         return fetch(self.base.datasets.train, task.collate, seed, 0, self._order[:size])

@@ -142,7 +142,7 @@ def _checked(wish: Wish, base: RunInputs) -> Cluster:
 
 
 def _input_rate(base: RunInputs) -> float:
-    """Samples that this process reads in a second, measured on the batches of the run."""
+    """Measure samples that this process reads in a second, on the batches of the run."""
     plan = base.plan.model_copy(update={"epochs": EPOCHS})
     source = training_source(base.task, base.datasets, plan)
     rate: float = loading_rate(source, plan, 0, INPUT_S, check=lambda: None)["samples_per_s"]

@@ -188,7 +188,7 @@ def _fsdp(step: Step, devices: int, setting: Setting) -> float:
 
 
 def bytes_sent(step: Step, devices: int, setting: Setting) -> float:
-    """Bytes of a step: 2(n-1)/n of ddp's gradients; with fsdp (n-1)/n of the parameters twice, of gradients once."""
+    """Count bytes of a step: 2(n-1)/n of gradients; with fsdp (n-1)/n of the parameters twice, of gradients once."""
     ring = (devices - 1) / devices
     if setting.sharded:
         return ring * (2 * setting.shrink + 1) * sum(step.blocks) * setting.accumulate

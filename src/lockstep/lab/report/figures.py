@@ -39,7 +39,7 @@ class Picture:
         return save_figure(self.figure, folder / f"{plain}{changed}.png", dpi=150)
 
     def svg(self) -> str:
-        """The picture as SVG text for a page; the same for the same data."""
+        """Draw the picture as SVG text for a page; the same for the same data."""
         import matplotlib
 
         out = io.StringIO()
@@ -61,7 +61,7 @@ class Line:
 
 
 def pictures(runs: Sequence[RunData]) -> list[Picture]:
-    """All pictures that ``runs`` have data for: curves of all of them overlaid, matrices one by one."""
+    """Draw all pictures that ``runs`` have data for: curves of all of them overlaid, matrices one by one."""
     require_matplotlib()
 
     def lines(
@@ -90,7 +90,7 @@ def pictures(runs: Sequence[RunData]) -> list[Picture]:
 
 
 def group_pictures(grouping: Grouping) -> list[Picture]:
-    """Curves over epochs of the metric and the losses: the mean of each group, in a band of its standard deviation.
+    """Draw curves over epochs of the metric and losses: each group's mean in a band of its standard deviation.
 
     At most as many groups as there are colours, the best ones.
     """
@@ -175,7 +175,7 @@ def _points(rows: Iterable[Row], x: str, y: str) -> tuple[list[float], list[floa
 
 
 def _evaluated(run: RunData) -> list[Row]:
-    """Rows of epochs and of the evaluations between them, by step."""
+    """Return rows of epochs and of the evaluations between them, by step."""
     rows = [*run.epochs, *run.evaluations]
     return sorted(rows, key=lambda row: row["step"] if _is_number(row.get("step")) else math.inf)
 
@@ -187,7 +187,7 @@ def _metrics(runs: Sequence[RunData]) -> list[str]:
 
 
 def _matrix(run: RunData, name: str, table: Sequence[Sequence[float]]) -> Picture:
-    """Rows are true classes; shades are shares of a row, numbers are counts. Square ones show recall and precision."""
+    """Draw a matrix: rows are true classes, shades shares of a row. Square ones show recall and precision."""
     title = f"{name.replace('_', ' ')} of {run.label}"
     figure, axes = _new_figure(title)
     figure.set_size_inches(4.8, 4.4)
@@ -212,7 +212,7 @@ def _matrix(run: RunData, name: str, table: Sequence[Sequence[float]]) -> Pictur
 
 
 def _with_shares(names: Sequence[str], table: Sequence[Sequence[float]]) -> list[str]:
-    """Each class with its share of its row."""
+    """Return each class with its share of its row."""
     shares = [f"{row[index] / sum(row):.2f}" if sum(row) else "none" for index, row in enumerate(table)]
     return [f"{name} ({share})" for name, share in zip(names, shares, strict=True)]
 

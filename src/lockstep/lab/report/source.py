@@ -43,7 +43,7 @@ class RunData:
 
 
 def read_run(run: RunDir) -> RunData:
-    """Everything that a report shows of ``run``; a damaged file becomes a gap and a problem, not an error."""
+    """Read everything that a report shows of ``run``; a damaged file becomes a gap and a problem, not an error."""
     record = run.read()
     problems: list[str] = []
 
@@ -76,7 +76,7 @@ def compared(runs: Sequence[RunData]) -> Comparison:
 
 
 def text(value: Any) -> str:
-    """A value as people read it."""
+    """Format a value for people."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -91,7 +91,7 @@ def _drawn(run: RunDir) -> dict[str, bytes]:
 
 
 def thinned(rows: Sequence[Row]) -> Sequence[Row]:
-    """At most :data:`MAX_POINTS` rows, evenly spaced, the last one among them."""
+    """Keep at most :data:`MAX_POINTS` rows, evenly spaced, the last one among them."""
     if len(rows) <= MAX_POINTS:
         return rows
     stride = math.ceil((len(rows) - 1) / (MAX_POINTS - 1))

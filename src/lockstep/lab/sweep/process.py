@@ -83,7 +83,7 @@ class TrialProcess:
         return self
 
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
+        """Return whether the process has ended."""
         if self._process.poll() is None:
             return False
         with contextlib.suppress(BrokenPipeError):
@@ -91,7 +91,7 @@ class TrialProcess:
         return True
 
     def status(self) -> str:
-        """The status of its run, ``pruned``, or ``failed`` without a run."""
+        """Return the status of its run, ``pruned``, or ``failed`` without a run."""
         status = self.run.status() if self.run.run_file.exists() else "failed"
         return "pruned" if status == "stopped" and self._is_pruned else status
 
@@ -119,7 +119,7 @@ class TrialProcess:
             self.stop()
 
     def error(self) -> str:
-        """The first line of the error of a trial that failed."""
+        """Return the first line of the error of a trial that failed."""
         record = or_else(self.run.read, None) if self.run.run_file.exists() else None
         if record is not None and record.error:
             return str(record.error).strip().splitlines()[0]

@@ -73,7 +73,7 @@ class TrialHost:
         self._process = start_process(job, None, log)
 
     def wait(self) -> int:
-        """The exit code of the process, when it has ended."""
+        """Wait for the end of the process; return its exit code."""
         return self._process.wait()
 
     def terminate(self) -> None:
@@ -91,7 +91,7 @@ class RemoteProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, 1 if it was lost with its node; ``None`` while it runs or waits for resources."""
+        """Return its exit code, 1 if it was lost with its node; ``None`` while it runs or waits for resources."""
         ended, _ = self._ray.wait([self._exit], timeout=0)
         if ended and self.returncode is None:
             self.returncode = 1

@@ -31,7 +31,7 @@ class Trial:
         return " ".join([*texts, f"seed={self.seed}"])
 
     def run_id(self, sweep: str) -> str:
-        """The id of its run: the same whenever the sweep is started again, also with more values or seeds."""
+        """Return the id of its run: the same whenever the sweep is started again, also with more values or seeds."""
         identity = json.dumps([sweep, self.number, dict(self.values), self.seed], sort_keys=True, default=str)
         return f"run-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
@@ -40,10 +40,10 @@ class Search(Protocol):
     """Chooses trials, one after the other, and learns from their results."""
 
     def next_trial(self) -> Trial | None:
-        """The next trial to train, or ``None`` when there is none."""
+        """Return the next trial to train, or ``None`` when there is none."""
 
     def should_prune(self, trial: Trial, scores: Sequence[float]) -> bool:
-        """Whether to stop a trial early, with the values of the monitored metric so far."""
+        """Return whether to stop a trial early, with the values of the monitored metric so far."""
 
     def finish(self, trial: Trial, status: str, score: float) -> None:
         """Take the result of a trial: the status of its run, or ``pruned``, and the best value of its metric."""
@@ -155,5 +155,5 @@ class OptunaSearch:
 
 
 def _number_of(trial: Any) -> int:
-    """The number of a trial of Optuna's, or of the one that it repeats."""
+    """Return the number of a trial of Optuna's, or of the one that it repeats."""
     return int(trial.user_attrs.get("number", trial.number))

@@ -86,7 +86,7 @@ def _values(text: str) -> list[Any] | Range:
 
 
 def parse_range(text: str) -> Range | None:
-    """``1e-5..1e-2`` or ``log:1e-5..1e-2`` as a range; ``None`` for other texts. Raises :class:`ConfigError`."""
+    """Parse ``1e-5..1e-2`` or ``log:1e-5..1e-2``; ``None`` for other texts. Raises :class:`ConfigError`."""
     parts = _RANGE.fullmatch(text.strip())
     if parts is None:
         return None
@@ -103,7 +103,7 @@ def parse_range(text: str) -> Range | None:
 
 
 def checked(space: Mapping[str, Any]) -> dict[str, Sequence[Any] | Range]:
-    """The space of a program: lists of values, or ranges, also as text. Raises :class:`ConfigError`."""
+    """Check the space of a program: lists of values, or ranges, also as text. Raises :class:`ConfigError`."""
     result: dict[str, Sequence[Any] | Range] = {}
     for key, values in space.items():
         number_range = parse_range(values) if isinstance(values, str) else values

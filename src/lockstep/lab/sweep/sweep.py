@@ -50,7 +50,7 @@ class Sweep:
         return exit_code(self.stopped_by) if self.stopped_by is not None else int(bool(self.failed))
 
     def groups(self, by: Sequence[str] = (), metric: str = "") -> Grouping:
-        """Its runs by their settings, best first: the metric's mean and standard deviation over seeds."""
+        """Return its runs by their settings, best first: the metric's mean and standard deviation over seeds."""
         return group_runs(facts_of(self.runs), by, metric)
 
 
@@ -123,7 +123,7 @@ def _check(space: Space, options: SweepOptions) -> None:
 
 
 def divided(devices: Sequence[str], parallel: int | None) -> list[tuple[str, ...]]:
-    """The devices of each of ``parallel`` trials; ``None``: a trial for each GPU, or one on the CPU.
+    """Return the devices of each of ``parallel`` trials; ``None``: a trial for each GPU, or one on the CPU.
 
     CPUs are shared by trials, a GPU only if it is named several times.
 

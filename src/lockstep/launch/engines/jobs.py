@@ -42,7 +42,7 @@ _SURROGATES = re.compile(r"\\ud[89ab]..\\ud[c-f]..")
 def job_of_settings(
     task: str, settings: Mapping[str, Any], *, gpus_per_node: str | None, options: Mapping[str, Any]
 ) -> tuple[Job, RunConfig]:
-    """The job of a new run, and the run's configuration.
+    """Return the job of a new run, and the run's configuration.
 
     ``settings``: those that differ from the defaults. ``options``: values of the engine's flags.
     """
@@ -68,14 +68,14 @@ def job_of_settings(
 
 
 def _newest_save_s(run_folder: Path) -> float:
-    """Seconds that the newest checkpoint of a run took to write, by the times of its files; 0 without one."""
+    """Return seconds that the newest checkpoint of a run took to write, by the times of its files; 0 without one."""
     files = (RunDir(run_folder).checkpoints / "last").glob("*")
     times = [file.stat().st_mtime for file in files if not is_frozen(file.name)]  # frozen ones are older: links
     return max(times) - min(times) if times else 0.0
 
 
 def _ranks_per_node(config: RunConfig, gpus_per_node: str | None) -> int:
-    """The number of ranks of each node: one for each device that was named, or for each GPU of the node."""
+    """Return the number of ranks of each node: one for each device that was named, or for each GPU of the node."""
     devices = config.hardware.selected_devices
     if devices is not None and "all" not in devices:
         return len(devices)
@@ -88,13 +88,13 @@ def _ranks_per_node(config: RunConfig, gpus_per_node: str | None) -> int:
 
 
 def training_command(task: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """``-m lockstep train`` with ``settings`` written out, for the Python interpreter."""
+    """Return ``-m lockstep train`` with ``settings`` written out, for the Python interpreter."""
     pairs = [f"{key}={_as_yaml(value)}" for key, value in _flat(settings) if key not in {"save_dir", "task.name"}]
     return ("-m", "lockstep", "train", task, *(word for pair in pairs for word in ("--set", pair)))
 
 
 def _as_yaml(value: Any) -> str:
-    """JSON, which is YAML except for pairs of surrogates (YAML 1.2, section 5.7)."""
+    """Write JSON, which is YAML except for pairs of surrogates (YAML 1.2, section 5.7)."""
 
     def escaped(pair: re.Match[str]) -> str:
         character: str = json.loads(f'"{pair[0]}"')
@@ -190,7 +190,7 @@ def follow(handle: JobHandle, stream: TextIO) -> int:
 
 
 def _state_after(run: RunDir, status: JobStatus) -> str:
-    """The state of the run of a job that is over, which the job's exit code decides where no rank wrote the folder."""
+    """Return the state of a run whose job is over: as in its folder, or by the exit code if no rank wrote it."""
     if status.exit_code is not None and run.read().status in LIVE:
         return run.update(status=_STATES.get(status.exit_code, "failed")).status
     return run.status()

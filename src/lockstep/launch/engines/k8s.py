@@ -39,7 +39,7 @@ class Kubernetes:
     """Custom objects in the cluster that the kubeconfig names."""
 
     def manifest(self, job: Job) -> str:
-        """The document as YAML."""
+        """Return the document as YAML."""
         import yaml
 
         text: str = yaml.safe_dump(document(job), sort_keys=False, width=120)
@@ -62,7 +62,7 @@ class Kubernetes:
         return handle
 
     def status(self, handle: JobHandle) -> JobStatus:
-        """The newest condition of the object; a deleted one is over."""
+        """Return the newest condition of the object; a deleted one is over."""
         with _requests(f"the state of {handle.id} is unknown") as client:
             api = client.CustomObjectsApi()
             try:
@@ -86,7 +86,7 @@ class Kubernetes:
             )
 
     def logs(self, handle: JobHandle) -> Iterator[str]:
-        """The output of the first pod, and of each pod that replaces it; waits for output while a pod runs."""
+        """Yield the output of the first pod, and of each pod that replaces it; waits for output while a pod runs."""
         *_, namespace, _plural, name = _path_of(handle)
         selector = f"jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0"
         printed: set[str] = set()
@@ -107,7 +107,7 @@ class Kubernetes:
 
 
 def document(job: Job) -> dict[str, Any]:
-    """The custom object of ``job``. Raises :class:`UsageError`: a value is missing, or Kubernetes would refuse it."""
+    """Make the custom object of ``job``. Raises :class:`UsageError`: a value is missing, or would be refused."""
     options = job.options
     kind = _kind(job)
     name = _object_name(job.run_folder.name.lower().replace("_", "-"), "the name of the run folder")
@@ -198,7 +198,7 @@ def _object_name(name: str, origin: str) -> str:
 
 
 def _runs_volume(job: Job) -> tuple[Path, dict[str, Any]]:
-    """The path of the run folders in the pods, and the volume there."""
+    """Return the path of the run folders in the pods, and the volume there."""
     claim, _, path = (job.options.get("k8s_volume") or "").partition(":")
     if not claim and job.mirror is None:
         raise UsageError(
@@ -211,7 +211,7 @@ def _runs_volume(job: Job) -> tuple[Path, dict[str, Any]]:
 
 
 def _meeting(job: Job, name: str) -> tuple[str, ...]:
-    """Flags of torchrun with which the pods of a ``JobSet`` meet at the first one."""
+    """Return flags of torchrun with which the pods of a ``JobSet`` meet at the first one."""
     return (
         f"--nnodes={job.nodes}",
         f"--nproc-per-node={job.ranks_per_node}",
@@ -227,7 +227,7 @@ def _id_of(body: dict[str, Any]) -> str:
 
 
 def _path_of(handle: JobHandle) -> tuple[str, str, str, str, str]:
-    """Group, version, namespace, plural and name of the object, in the order of the client's arguments."""
+    """Return group, version, namespace, plural and name of the object, in the order of the client's arguments."""
     kind, namespace, name = [*handle.id.split("/"), "", ""][:3]
     if kind not in _KINDS or not _NAME.fullmatch(namespace) or not _NAME.fullmatch(name):
         raise UsageError(f"{handle.id[:80]!r} names no job of Kubernetes", fix=f"see job.json in {handle.run_folder}")
@@ -237,7 +237,7 @@ def _path_of(handle: JobHandle) -> tuple[str, str, str, str, str]:
 
 @contextlib.contextmanager
 def _requests(failure: str) -> Iterator[Any]:
-    """The client library with the kubeconfig read; an error in the block becomes one :class:`UsageError`."""
+    """Read the kubeconfig and yield the client library; an error in the block becomes one :class:`UsageError`."""
     try:
         from kubernetes import client, config
         from urllib3.exceptions import HTTPError

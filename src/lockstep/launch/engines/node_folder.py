@@ -16,11 +16,11 @@ def note_run(folder: RunDir, run: RunDir) -> None:
 
 
 def begun_run(folder: RunDir) -> RunDir:
-    """The run that the ranks of this node have begun; else the node's folder."""
+    """Return the run that the ranks of this node have begun; else the node's folder."""
     path = folder.path / _BEGUN
     return RunDir(Path(read_json(path))) if path.exists() else folder
 
 
 def failure_reason(folder: RunDir) -> str:
-    """The first line of the failure of the run that the ranks have begun; empty without one."""
+    """Return the first line of the failure of the run that the ranks have begun; empty without one."""
     return failure_line(begun_run(folder))

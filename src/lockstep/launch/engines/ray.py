@@ -113,7 +113,7 @@ def _connect(ray: Any, address: str | None) -> None:
 
 
 def _resources_per_rank(job: Job) -> dict[str, float]:
-    """The resources that Ray reserves for each rank: a GPU or a CPU, and those of ``--ray-resource``."""
+    """Return the resources that Ray reserves for each rank: a GPU or a CPU, and those of ``--ray-resource``."""
     resources = {"CPU": 1.0} | ({"GPU": 1.0} if job.gpus_per_node else {})
     for text in job.options.get("ray_resource") or ():
         name, _, number = text.partition("=")
@@ -185,7 +185,7 @@ def _train(ray: Any, job: Job, resources: Mapping[str, float]) -> int:
 
 
 def _failure(failures: Mapping[int, Exception], job: Job) -> RunError:
-    """The error of the rank that failed first, as far as the errors say it: the others lost their connection to it."""
+    """Return the error of the rank that failed first, as far as known: the others lost their connection to it."""
     from lockstep.launch.engines.ray_workers import RankEnded
 
     ended = {rank: error for rank, error in failures.items() if isinstance(error, RankEnded)}

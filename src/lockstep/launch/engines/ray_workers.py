@@ -72,7 +72,7 @@ class Terminal:
         self._lines.append(text)
 
     def take(self) -> str:
-        """The output since the last call."""
+        """Return the output since the last call."""
         text = "".join(self._lines)
         self._lines.clear()
         return text
@@ -129,7 +129,7 @@ _rank: RankProcess | None = None
 
 
 def run_rank(settings: dict[str, Any]) -> int:
-    """Ray's training function: start this worker's rank and wait; its exit code.
+    """Start this worker's rank, as Ray's training function, and wait; return its exit code.
 
     Raises:
         RankEnded: the rank has failed, and another start may succeed.
@@ -147,7 +147,7 @@ def run_rank(settings: dict[str, Any]) -> int:
 
 
 def rank_variables() -> dict[str, str]:
-    """The variables of torchrun, for this worker."""
+    """Return the variables of torchrun, for this worker."""
     context = ray.train.get_context()
     numbers = {
         "RANK": context.get_world_rank(),

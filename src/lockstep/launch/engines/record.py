@@ -37,18 +37,18 @@ def _reference(handle: JobHandle) -> Reference:
 
 
 def was_submitted_here(handle: JobHandle) -> bool:
-    """Whether the user submitted the job on this machine, or on one with the same home folder, for this run folder."""
+    """Return whether the user submitted the job for this run folder on this machine, or with its home folder."""
     return not named.missing([_reference(handle)])
 
 
 def handle_of(run: RunDir) -> JobHandle | None:
-    """The job that the run was submitted as; ``None``: it was not submitted."""
+    """Return the job that the run was submitted as; ``None``: it was not submitted."""
     record = JobRecord.read(run.job_file, max_bytes=4096)
     return None if record is None else JobHandle(engine=record.engine, id=record.id, run_folder=run.path)
 
 
 def is_own_job(run: RunDir, environ: Mapping[str, str]) -> bool:
-    """Whether this process is in the job that the run was submitted as: then no other process trains it.
+    """Return whether this process is in the job that the run was submitted as: then no other process trains it.
 
     A job that was queued again keeps its name; its previous processes have ended.
     """

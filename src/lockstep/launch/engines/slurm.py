@@ -61,7 +61,7 @@ class Slurm:
         self._preempted_looks = 0
 
     def manifest(self, job: Job) -> str:
-        """The batch script; every rank executes the job's command in the current folder."""
+        """Return the batch script; every rank executes the job's command in the current folder."""
         options = "\n".join(f"#SBATCH --{option}" for option in _sbatch_options(job, Path.cwd()))
         variables = ["env", *(f"{name}={value}" for name, value in job.environment.items())] if job.environment else []
         command = shlex.join([*variables, sys.executable, *job.arguments()])
@@ -80,7 +80,7 @@ class Slurm:
         return JobHandle(engine=SPEC.name, id=answer.strip().split(";")[0], run_folder=job.run_folder)
 
     def status(self, handle: JobHandle) -> JobStatus:
-        """The job's state and, while it waits, the reason."""
+        """Return the job's state and, while it waits, the reason."""
         try:
             answer = _answer("squeue", "--noheader", "--jobs", handle.id, "--states", "all", "--format", "%T %r")
         except UsageError as error:
@@ -102,7 +102,7 @@ class Slurm:
         _answer("scancel", *signal, handle.id)
 
     def logs(self, handle: JobHandle) -> Iterator[str]:
-        """The log, which SLURM writes into the run folder."""
+        """Yield the log, which SLURM writes into the run folder."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
         log = handle.run_folder / "logs" / "slurm.log"
         while not log.exists():
@@ -156,7 +156,7 @@ def _without_line_break(path: Path) -> str:
 
 
 def _answer(program: str, *arguments: str, stdin: str = "") -> str:
-    """The output of one of SLURM's commands. Raises :class:`UsageError`."""
+    """Return the output of one of SLURM's commands. Raises :class:`UsageError`."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("SBATCH_", "SLURM_JOB"))}
     try:
         result = subprocess.run(

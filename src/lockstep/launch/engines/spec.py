@@ -25,7 +25,7 @@ class NodeRange(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | None) -> NodeRange:
-        """The range that ``launch.nodes`` names: ``2`` or ``1:4``; one node without it. Raises :class:`ConfigError`."""
+        """Parse the range ``launch.nodes``, ``2`` or ``1:4``; one node without it. Raises :class:`ConfigError`."""
         minimum, _, maximum = (text or "1").partition(":")
         if int(minimum) > int(maximum or minimum):
             raise ConfigError(
@@ -71,7 +71,7 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, run_folder: Path | None = None) -> list[str]:
-        """Arguments of the interpreter that begin or resume the run in ``run_folder``, by default that of the job."""
+        """Return the interpreter's arguments that begin or resume the run in ``run_folder``, by default the job's."""
         return [*self.command, "--save-dir", str(run_folder or self.run_folder), "--resume"]
 
 
@@ -112,7 +112,7 @@ class Engine(Protocol):
     """
 
     def manifest(self, job: Job) -> str:
-        """The text that ``--print`` shows: a script or a document, complete enough to be submitted by hand."""
+        """Return the text that ``--print`` shows: a script or a document, complete enough to be submitted by hand."""
 
     def check(self, job: Job) -> None:
         """Refuse a job that cannot be submitted; called before its run folder is made."""
@@ -126,7 +126,7 @@ class Engine(Protocol):
         """Ask for a checkpoint and the end of the job, or take it out of the queue; does not wait for the end."""
 
     def logs(self, handle: JobHandle) -> Iterator[str]:
-        """The job's output. Each piece is new since the piece before; it may be empty."""
+        """Return the job's output. Each piece is new since the piece before; it may be empty."""
 
 
 class AttachedEngine:
@@ -185,7 +185,7 @@ class EngineSpec:
 
 @cache
 def engines() -> Mapping[str, EngineSpec]:
-    """All engines by name: those of Lockstep, and those of installed packages. Raises :class:`ConfigError`."""
+    """Return all engines by name: those of Lockstep, and those of installed packages. Raises :class:`ConfigError`."""
     from importlib.metadata import entry_points
 
     package = __name__.rpartition(".")[0]
@@ -208,7 +208,7 @@ def engines() -> Mapping[str, EngineSpec]:
 
 
 def find_engine(name: str) -> EngineSpec:
-    """The engine of that name. Raises :class:`UsageError`."""
+    """Return the engine of that name. Raises :class:`UsageError`."""
     if name not in engines():
         raise UsageError(
             f"there is no engine {name[:100]!r}",
@@ -219,5 +219,5 @@ def find_engine(name: str) -> EngineSpec:
 
 
 def attached_engine() -> EngineSpec:
-    """The engine of ``launch.nodes`` without ``--on``."""
+    """Return the engine of ``launch.nodes`` without ``--on``."""
     return next(spec for spec in engines().values() if spec.is_attached)

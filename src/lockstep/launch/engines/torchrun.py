@@ -61,7 +61,7 @@ class Rendezvous:
 
     @classmethod
     def of(cls, job: Job) -> Rendezvous:
-        """The values of ``launch.rdzv`` and ``launch.join_timeout_s``. Raises :class:`ConfigError`."""
+        """Parse ``launch.rdzv`` and ``launch.join_timeout_s``. Raises :class:`ConfigError`."""
         rdzv = job.options["rdzv"]
         if rdzv is None:
             raise ConfigError(
@@ -236,7 +236,7 @@ def _run_ranks(job: Job, meeting: Rendezvous, errors: list[LockstepError]) -> No
 
 
 def _failure(folder: RunDir, failures: Mapping[int, Any], otherwise: str) -> LockstepError:
-    """Why the run has failed. The run's folder gets it, from which the other nodes read it as well.
+    """Return why the run has failed. The run's folder gets it, from which the other nodes read it as well.
 
     ``failures``: of this node's ranks by number, as torch's agent has seen their processes end.
     """
@@ -261,7 +261,7 @@ def _failure(folder: RunDir, failures: Mapping[int, Any], otherwise: str) -> Loc
 
 
 def _is_collateral(run: RunDir) -> bool:
-    """Whether all ranks that have failed so far missed another one."""
+    """Return whether all ranks that have failed so far missed another one."""
     report = or_else(lambda: read_failure(run), None)
     return report is None or report.first is None or report.first.is_collateral
 

@@ -161,18 +161,18 @@ _PEER_TEXT = re.compile(
 
 
 def is_lost_peer(type_name: str, message: str) -> bool:
-    """Whether an error of this type (qualified name; empty: only a log is known) means that another rank was lost."""
+    """Return whether an error of this qualified type (empty: only a log is known) means a lost rank elsewhere."""
     return bool(_PEER_TYPES.search(type_name) and _PEER_TEXT.search(message))
 
 
 def expired_s(message: str) -> float | None:
-    """The time-out of a collective call in the error of a rank that waited for another one; ``None``: another error."""
+    """Return the time-out of a collective call in the error of a waiting rank; ``None``: another error."""
     match = re.search(r"Timed out waiting (\d+)ms", message)
     return int(match[1]) / 1000 if match else None
 
 
 def find_cause(text: str, signal_name: str | None = None) -> Cause | None:
-    """The known cause of a failure, or ``None``. ``text``: ``type: message`` of its error, or the end of its output.
+    """Find the known cause of a failure. ``text``: ``type: message`` of its error, or the end of its output.
 
     The first pattern that matches wins, and text comes before the signal.
     """

@@ -59,7 +59,7 @@ class Standstill(FileContent):
 
 
 def standstill(rank: int, sign: Sign, stack: Stack, **fields: Any) -> Standstill:
-    """From a rank's newest sign and the stack of its main thread; ``fields``: the other fields."""
+    """Make it from a rank's newest sign and the stack of its main thread; ``fields``: the other fields."""
     return Standstill(
         rank=rank,
         step=sign.step,
@@ -73,7 +73,7 @@ def standstill(rank: int, sign: Sign, stack: Stack, **fields: Any) -> Standstill
 
 
 def position(stack: Stack) -> dict[str, Any]:
-    """Fields of a :class:`Standstill` that show where in its code a rank is."""
+    """Return fields of a :class:`Standstill` that show where in its code a rank is."""
     training = own_part(stack)
     return {
         "place": place_of(training or stack),
@@ -158,7 +158,7 @@ class HangReport(FileContent):
         return Cause("hang", title, fix + slow, check)
 
     def table(self) -> str:
-        """A line for each rank, and the stacks: those of the ranks that are behind first."""
+        """Format a line for each rank, and the stacks: those of the ranks that are behind first."""
         lines = []
         for rank in self.ranks:
             state = "" if rank.state == "running" else f" ({rank.state})"
@@ -175,12 +175,12 @@ class HangReport(FileContent):
 
 
 def waits_for_data(sign: Sign, stack: Stack) -> bool:
-    """Whether a rank waits for its loader, in training or in an evaluation."""
+    """Return whether a rank waits for its loader, in training or in an evaluation."""
     return sign.activity is Activity.WAITING_FOR_DATA or any(frame.is_loader for frame in stack)
 
 
 def silence_limit_s(activity: Activity, timeout_s: float) -> float:
-    """Seconds that a rank may go without progress in ``activity``; infinite where nothing is known about its length."""
+    """Return seconds that a rank may go without progress in ``activity``; infinite if its length is unknown."""
     if activity.is_untimed:
         return math.inf
     return timeout_s * (FIRST_STEP_FACTOR if activity is Activity.FIRST_STEP else 1)
@@ -208,7 +208,7 @@ class Silence:
 
 
 def process_state(pid: int) -> str:
-    """``running``, ``stopped`` or ``blocked``, as the system sees the process."""
+    """Return ``running``, ``stopped`` or ``blocked``, as the system sees the process."""
     try:
         return _STATES.get(psutil.Process(pid).status(), "running")
     except psutil.Error:
@@ -216,7 +216,7 @@ def process_state(pid: int) -> str:
 
 
 def saving_progress(pid: int, writer: int) -> tuple[int, float]:
-    """What changes from check to check during a save, whose steps are not counted.
+    """Return signs of progress of a save, whose steps are not counted: they change from check to check.
 
     Bytes that the process's main thread and its thread ``writer`` (0: none) have moved; and the time, while one of them
     waits for the disk: all bytes may be in the cache by then. Other threads read and write also when a save is stuck.
@@ -227,7 +227,7 @@ def saving_progress(pid: int, writer: int) -> tuple[int, float]:
 
 
 def _bytes_moved(thread: Path) -> int:
-    """Bytes that a thread has read and written; see proc_pid_io(5)."""
+    """Return bytes that a thread has read and written; see proc_pid_io(5)."""
     with contextlib.suppress(OSError, KeyError):  # it has ended, or this kernel does not count
         counters = dict(line.split(": ") for line in (thread / "io").read_text().splitlines())
         return int(counters["rchar"]) + int(counters["wchar"])
@@ -235,7 +235,7 @@ def _bytes_moved(thread: Path) -> int:
 
 
 def _waits_for_disk(thread: Path) -> bool:
-    """Whether a thread is in an uninterruptible call (``D``); see proc_pid_stat(5)."""
+    """Return whether a thread is in an uninterruptible call (``D``); see proc_pid_stat(5)."""
     with contextlib.suppress(OSError):  # it has ended
         return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "D"
     return False

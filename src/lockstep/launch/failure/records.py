@@ -147,7 +147,7 @@ def record(logs: Path, rank: int, error: BaseException) -> None:
 
 
 def describe(rank: int, error: BaseException) -> RankError:
-    """This process's failure as a record."""
+    """Describe this process's failure as a record."""
     kind = type(error)
     exits = isinstance(error, SystemExit) and isinstance(error.code, int)
     return RankError(
@@ -164,7 +164,7 @@ def describe(rank: int, error: BaseException) -> RankError:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code of a rank that ``error`` ended."""
+    """Return the exit code of a rank that ``error`` ended."""
     if isinstance(error, LockstepError):
         return error.exit_code
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
@@ -178,7 +178,7 @@ def log_traceback(logs: Path, rank: int, error: BaseException) -> None:
 
 
 def folded_traceback(error: BaseException) -> str:
-    """The traceback of ``error`` with frames of libraries folded; the last frame always stays."""
+    """Return the traceback of ``error`` with frames of libraries folded; the last frame always stays."""
     described: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
     parts: list[str] = []
     while described is not None:
@@ -203,13 +203,13 @@ def folded_traceback(error: BaseException) -> str:
 
 
 def involves_user_code(error: BaseException) -> bool:
-    """Whether a frame of the traceback is in code that is neither Lockstep's nor a library's."""
+    """Return whether a frame of the traceback is in code that is neither Lockstep's nor a library's."""
     stack = traceback.extract_tb(error.__traceback__)
     return any(_library_of(frame.filename) is None and Path(frame.filename).name != "lockstep" for frame in stack)
 
 
 def _library_of(file: str) -> str | None:
-    """The package that a source file belongs to; ``None`` for code of the user's."""
+    """Return the package that a source file belongs to; ``None`` for code of the user's."""
     package = Path(__file__).parents[2]
     if Path(file).is_relative_to(package):
         return package.name
@@ -236,7 +236,7 @@ def read_launcher(run_dir: RunDir) -> LauncherLog:
 
 
 def read_errors(logs: Path) -> dict[int, RankError]:
-    """The failures that ranks recorded, by rank."""
+    """Return the failures that ranks recorded, by rank."""
     errors = (RankError.read(path, _MAX_BYTES) for path in _find(logs, "rank-*.error.json"))
     return {error.rank: error for error in errors if error is not None}
 
@@ -262,7 +262,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def _find(logs: Path, pattern: str) -> list[Path]:
-    """Files of ``logs`` by pattern; one that had to be written to the spare place takes its namesake's."""
+    """Find files of ``logs`` by pattern; one that had to be written to the spare place takes its namesake's."""
     folders = [logs, *filter(_is_own, [_spare(logs)])]
     return list({path.name: path for folder in folders for path in folder.glob(pattern)}.values())
 
@@ -274,13 +274,13 @@ def clear_spare(logs: Path) -> None:
 
 
 def _spare(logs: Path) -> Path:
-    """The spare place of a run's ``logs/``: a folder of the user's in the system's temporary folder."""
+    """Return the spare place of a run's ``logs/``: a folder of the user's in the system's temporary folder."""
     name = hashlib.sha256(os.fsencode(os.path.realpath(logs))).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{name}"
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether it exists and belongs to this user: the temporary folder is open to all users."""
+    """Return whether it exists and belongs to this user: the temporary folder is open to all users."""
     try:
         return folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink()
     except OSError:

@@ -70,7 +70,7 @@ class FailureReport:
         return self.cause.advice if self.cause else ""
 
     def details(self) -> str:
-        """The traceback and last lines of the first rank to fail, and how many others there are."""
+        """Return the traceback and last lines of the first rank to fail, and how many others there are."""
         first = self.first
         blocks = []
         if first is None:
@@ -92,7 +92,7 @@ class FailureReport:
         return "\n".join(blocks)
 
     def as_error(self) -> LockstepError:
-        """The report as an exception, whose text is the whole report.
+        """Return the report as an exception, whose text is the whole report.
 
         A usage error of a rank is raised again, with its exit code.
         """
@@ -103,12 +103,12 @@ class FailureReport:
         return failed("\n".join(filter(None, [self.what, self.details()])), why=self.why, fix=self.fix)
 
     def format(self) -> str:
-        """The report as plain text, without a newline at its end."""
+        """Return the report as plain text, without a newline at its end."""
         return str(self.as_error())
 
 
 def error_of(content: Mapping[str, str]) -> LockstepError:
-    """The error that :meth:`lockstep.errors.LockstepError.as_dict` has described."""
+    """Restore the error that :meth:`lockstep.errors.LockstepError.as_dict` has described."""
     kinds: list[type[LockstepError]] = [LockstepError]
     for kind in kinds:
         kinds += kind.__subclasses__()
@@ -117,7 +117,7 @@ def error_of(content: Mapping[str, str]) -> LockstepError:
 
 
 def read_failure(run_dir: RunDir) -> FailureReport | None:
-    """The report of the latest start in ``run_dir``; ``None`` when it did not fail."""
+    """Return the report of the latest start in ``run_dir``; ``None`` when it did not fail."""
     launcher = records.read_launcher(run_dir)
     failures = records.read_errors(run_dir.logs)
     for end in launcher.exits:
@@ -154,7 +154,7 @@ def read_failure(run_dir: RunDir) -> FailureReport | None:
 
 
 def failure_line(run_dir: RunDir) -> str:
-    """The first line of :func:`read_failure`; empty when the latest start did not fail."""
+    """Return the first line of :func:`read_failure`; empty when the latest start did not fail."""
     report = read_failure(run_dir)
     return report.what.splitlines()[0] if report else ""
 
@@ -165,7 +165,7 @@ def _nccl_records(run_dir: RunDir) -> str:
 
 
 def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
-    """The report of a run whose only rank is this process, written into its record.
+    """Return the report of a run whose only rank is this process, written into its record.
 
     ``None`` where ``error`` explains itself.
     """
@@ -194,7 +194,7 @@ INTERRUPTED = "interrupted without a checkpoint"
 
 
 def keep_failure(run_dir: RunDir, otherwise: str) -> FailureReport | None:
-    """:func:`read_failure`, written into the run's record; ``otherwise`` is, where nothing was recorded.
+    """Write :func:`read_failure`, or ``otherwise`` where nothing was recorded, into the run's record.
 
     ``None``, and nothing is written, of a run that is completed or was stopped.
     """
@@ -212,7 +212,7 @@ def _keep(run_dir: RunDir, error: str) -> None:
 
 
 def task_failure(error: Exception) -> LockstepError | None:
-    """The report of an error before there was a run, in the user's code or at a limit of the system; else ``None``."""
+    """Report an error before there was a run, in the user's code or at a limit of the system; else ``None``."""
     failure = records.describe(0, error)
     message = f"{failure.type}: {failure.message}"
     cause = find_cause(message)

@@ -192,7 +192,7 @@ class Watchdog(threading.Thread):
         return report
 
     def _place(self, beat: _Heartbeat) -> hang.Standstill:
-        """Where a rank is; one of this machine that has sent no stack is asked by a signal."""
+        """Return where a rank is; one of this machine that has sent no stack is asked by a signal."""
         rank = beat.at.rank
         if beat.at.stack or beat.at.state == "stopped" or beat.host != self._host:
             return beat.at
@@ -221,7 +221,7 @@ class Watchdog(threading.Thread):
         return _Heartbeat(number=self._sent, limit_s=limit, at=at, host=self._host, pid=os.getpid())
 
     def _others(self, now: float) -> dict[int, _Heartbeat]:
-        """The last heartbeat of each other rank that has begun, with the time since it was received."""
+        """Return the last heartbeat of each other rank that has begun, with the time since it was received."""
         peers = [rank for rank in range(self._world.size) if rank != self._world.rank]
         if self._store is None or not peers or not self._store.check([_key(rank) for rank in peers]):
             return {}
@@ -242,7 +242,7 @@ class Watchdog(threading.Thread):
 
 @contextmanager
 def stops_within(stop: StopRequest, grace_s: float) -> Iterator[None]:
-    """Inside, a wait for data that lasts ``grace_s`` after a stop request ends with an error in the main thread.
+    """End a wait for data in the body with an error in the main thread, ``grace_s`` after a stop request.
 
     For a process without a launcher, which would kill it then. Other activities are not interrupted.
     """
@@ -281,7 +281,7 @@ def _key(rank: int) -> str:
 
 
 def main_stack() -> Stack:
-    """The Python stack of this process's main thread, innermost call first."""
+    """Return the Python stack of this process's main thread, innermost call first."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     calls = traceback.walk_stack(main) if main is not None else ()
     return tuple(Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in calls)
@@ -291,7 +291,7 @@ def main_stack() -> Stack:
 def watched(
     logs: Path, world: World, store: Store | None, *, timeout_s: float, run: RunDir | None = None
 ) -> Iterator[None]:
-    """Inside, this process ends with exit code 1 when no rank has made progress for ``timeout_s``.
+    """End this process with exit code 1 when no rank has made progress in the body for ``timeout_s``.
 
     It also ends when a collective call has expired and another rank reports its position.
     It and its loader workers write their stacks to the rank's log on request.
@@ -350,7 +350,7 @@ def watched(
 
 
 def _waited_s(error: BaseException | None) -> float | None:
-    """The time-out of the collective call that ``error`` comes from; ``None``: it has another reason."""
+    """Return the time-out of the collective call that ``error`` comes from; ``None``: it has another reason."""
     checked = list[BaseException]()
     while error is not None and error not in checked:  # the context of a cause may be the error itself
         if (waited_s := expired_s(str(error))) is not None:

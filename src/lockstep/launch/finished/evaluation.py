@@ -46,7 +46,7 @@ def evaluate(
     checkpoint: str | int = "best",
     task: Task | type[Task] | None = None,
 ) -> dict[str, Any]:
-    """Metrics of one checkpoint on ``data``, the same on any number of devices; see :meth:`lockstep.Run.evaluate`.
+    """Evaluate one checkpoint on ``data``, the same on any number of devices; see :meth:`lockstep.Run.evaluate`.
 
     Each sample counts once. Every rank has the whole model; of a run with ``strategy: fsdp`` its shard.
     """
@@ -59,7 +59,7 @@ def evaluate(
 
 
 def source_of(data: Any) -> tuple[str, Any]:
-    """The split that ``data`` names, and ``None``; else ``test``, and the file's path or the data set."""
+    """Return the split that ``data`` names, and ``None``; else ``test``, and the file's path or the data set."""
     if isinstance(data, str) and data in SPLITS:
         return data, None
     return "test", Path(data).resolve() if isinstance(data, str | os.PathLike) else data
@@ -96,7 +96,7 @@ def evaluation_on(
 
 
 def _config_on(config: RunConfig, devices: str | None, strategy: str) -> RunConfig:
-    """The run's configuration on other devices, with the backend that they need."""
+    """Return the run's configuration on other devices, with the backend that they need."""
     selected: Any = devices
     if selected is None and config.hardware.selected_devices not in (None, ("all",)):
         selected = config.hardware.selected_devices[:1]

@@ -145,7 +145,7 @@ def _write_program(model: nn.Module, inputs: Inputs, folder: Path) -> None:
     args, kwargs = inputs
 
     def plain(_model: nn.Module, _args: Any, output: Any) -> Any:
-        """A program that returned a type of a library (transformers' ModelOutput) would need that library."""
+        """Replace a library's type (transformers' ``ModelOutput``), for which a program would need that library."""
         if not isinstance(output, dict) or type(output) is dict:
             return None
         return {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}

@@ -83,7 +83,7 @@ def predict(
 
 
 def frame_of(run: RunDir, request: PredictionRequest, task: Task | type[Task] | None) -> Any:
-    """The rows of :func:`predict` as a frame of pandas. Raises :class:`UnsupportedError`: it is not installed."""
+    """Convert the rows of :func:`predict` to a frame of pandas. Raises :class:`UnsupportedError`: not installed."""
     try:
         import pandas
     except ImportError:

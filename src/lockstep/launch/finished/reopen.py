@@ -18,7 +18,7 @@ from lockstep.rundir.remote import Remote
 def load_model(
     run: RunDir, checkpoint: str | int = "best", *, task: Task | type[Task] | None = None
 ) -> tuple[Task, nn.Module]:
-    """A run's task and its model in evaluation mode; see :meth:`lockstep.Run.load_model`. Opens no data."""
+    """Load a run's task and its model in evaluation mode; see :meth:`lockstep.Run.load_model`. Opens no data."""
     built = task_again(run, run.config(), task)
     snapshot = find_checkpoint(run, checkpoint)
     model = build_model(built)
@@ -27,7 +27,7 @@ def load_model(
 
 
 def find_checkpoint(run: RunDir, checkpoint: str | int) -> Snapshot:
-    """The checkpoint that ``best``, ``last`` or a step number means. Raises :class:`CheckpointError`."""
+    """Load the checkpoint that ``best``, ``last`` or a step number means. Raises :class:`CheckpointError`."""
     return CheckpointStore(run.checkpoints).load(find_step(run, checkpoint))
 
 
@@ -37,7 +37,7 @@ def fetch_weights(url: str, copy: RunDir, checkpoint: str | int) -> None:
 
 
 def find_step(run: RunDir, checkpoint: str | int) -> int:
-    """The step that ``best``, ``last`` or a step number means. Raises :class:`CheckpointError`: there is none."""
+    """Find the step that ``best``, ``last`` or a number means. Raises :class:`CheckpointError`: there is none."""
     store = CheckpointStore(run.checkpoints)
     text = str(checkpoint)
     step = int(text) if text.isdigit() else store.step_of(text)

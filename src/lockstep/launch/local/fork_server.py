@@ -70,7 +70,7 @@ class Forked:
         return self.wait(os.WNOHANG)
 
     def wait(self, options: int = 0) -> int | None:
-        """The return code once the process has ended: that of its exit, or minus the signal that ended it."""
+        """Return the return code once the process has ended: that of its exit, or minus the signal that ended it."""
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, options)
@@ -83,7 +83,7 @@ class Forked:
 
 
 def asked_gpu() -> bool:
-    """Whether this process, or one that it is a fork of, has asked the GPU: then its forks cannot use CUDA."""
+    """Return whether this process, or one that it is a fork of, has asked the GPU: then its forks cannot use CUDA."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return False
@@ -144,7 +144,7 @@ class RemoteChild:
         self.pid = int(first)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """The return code once the process has ended; ``None`` after ``timeout`` seconds."""
+        """Return the return code once the process has ended; ``None`` after ``timeout`` seconds."""
         if self.returncode is None:
             self._answers.settimeout(timeout)
             try:
@@ -177,7 +177,7 @@ class ForkServer:
 
     @classmethod
     def start(cls, environ: Mapping[str, str]) -> ForkServer:
-        """A new interpreter, which imports what all ranks need."""
+        """Start a new interpreter, which imports modules that all ranks need."""
         control, other = _pair()
         with other:
             process = subprocess.Popen(
@@ -192,7 +192,7 @@ class ForkServer:
 
     @classmethod
     def fork(cls) -> ForkServer:
-        """A fork of this process."""
+        """Fork this process."""
         with held_back():
             control, other = _pair()
             with other:
@@ -200,7 +200,7 @@ class ForkServer:
             return cls(control, process, os.environ)
 
     def serves(self, environ: Mapping[str, str]) -> bool:
-        """Whether it runs, for this process, and was started with the variables of ``environ`` that matter then."""
+        """Return whether it runs, for this process, and was started with the present variables that matter."""
         return self._runs() and self._at_start == _at_start(environ)
 
     def launch(self, function: str, shared: Sequence[str], files: tuple[int, int, int]) -> RemoteChild:
@@ -247,7 +247,7 @@ def _replace_server(server: ForkServer) -> ForkServer:
 
 
 def server_for(environ: Mapping[str, str]) -> ForkServer:
-    """This process's fork server; a new interpreter where ``environ`` needs one."""
+    """Return this process's fork server; a new interpreter where ``environ`` needs one."""
     with _lock, held_back():
         if _server is not None and _server.serves(environ):
             return _server

@@ -145,7 +145,7 @@ class Supervisor:
             time.sleep(MONITOR_INTERVAL_S)
 
     def ask_to_stop(self) -> None:
-        """To the ranks alone: their loader workers have to serve them until their checkpoint is written."""
+        """Ask the ranks alone: their loader workers have to serve them until their checkpoint is written."""
         for rank in self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGTERM)
@@ -183,7 +183,7 @@ class Supervisor:
 
 
 def _peek(process: Forked) -> int | None:
-    """The return code of a process that has ended; it stays a zombie, so that no other process gets its number."""
+    """Return the code of an ended process, which stays a zombie, so that no other process gets its number."""
     if process.returncode is not None:
         return process.returncode
     try:

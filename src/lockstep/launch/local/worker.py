@@ -49,7 +49,7 @@ def pack_call(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
 
 
 def take_results(folder: RunDir) -> dict[int, Any]:
-    """Results of the ranks in ``folder`` that are not ``None``, by rank; they are removed there."""
+    """Read and remove results of the ranks in ``folder`` that are not ``None``, by rank."""
     results = {}
     for file in folder.path.glob(RESULTS):
         results[int(file.stem.partition("-")[2])] = pickle.loads(file.read_bytes())

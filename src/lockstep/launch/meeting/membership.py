@@ -77,11 +77,11 @@ class Team:
         self._prints = _prints(world)
 
     def node_of(self, rank: int) -> str:
-        """The name of a rank's node: its host's, with a number where hosts share a name."""
+        """Return the name of a rank's node: its host's, with a number where hosts share a name."""
         return self._node_names[self.members[rank].node_rank]
 
     def together(self, body: Callable[[], T], *, here: bool = True) -> T | None:
-        """``body()`` on the ranks where ``here``; when it fails on one of them, every rank ends. Collective.
+        """Call ``body()`` on the ranks where ``here``; when it fails on one of them, every rank ends. Collective.
 
         The first rank of each node raises the error, with its node's name, and prints it; the others raise SystemExit.
         """
@@ -121,7 +121,7 @@ class Team:
 
 
 def _prints(world: World) -> bool:
-    """Whether this rank prints errors: the launcher of Lockstep prints each once, from any rank."""
+    """Return whether this rank prints errors: the launcher of Lockstep prints each once, from any rank."""
     return world.local_rank == 0 or world.launcher in {"lockstep", "--nodes"}
 
 
@@ -207,7 +207,7 @@ def _open_store(world: World, timeout_s: float) -> Store:
 
 
 def compared_settings(config: RunConfig) -> dict[str, str]:
-    """Settings by dotted key, as JSON, that must be the same on all nodes."""
+    """Return settings by dotted key, as JSON, that must be the same on all nodes."""
     flat = flattened(config.model_dump(mode="json"))
     file, _, attribute = config.task.name.rpartition(":")
     if file.endswith(".py"):  # the file's path may differ, its content must not
@@ -252,7 +252,7 @@ def _settings_key(rank: int) -> str:
 
 
 def _all_settings(store: Store, me: Member, size: int) -> Iterator[tuple[str, dict[str, str]]]:
-    """Host and compared settings of each rank."""
+    """Gather host and compared settings of each rank."""
     for rank in range(size):
         try:
             host, compared = json.loads(store.get(_settings_key(rank)))

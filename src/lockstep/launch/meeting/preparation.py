@@ -168,7 +168,7 @@ def begin_attempt(
 
 
 def _restarted(node_runs: Sequence[NodeRun], allowed: int, start: Start) -> Restarted | None:
-    """The event of a restart, after which ``start`` resumes; ``None``: the ranks start for the first time."""
+    """Return the event of a restart, after which ``start`` resumes; ``None``: the ranks start for the first time."""
     previous = [node.previous for node in node_runs if node.previous is not None]
     if not previous:
         return None
@@ -287,7 +287,7 @@ def plan_together(team: Team, request: PlanRequest) -> Start:
 
 
 def place_together(team: Team, config: RunConfig) -> Placement:
-    """This node's placement, with the devices of all nodes in it. Collective."""
+    """Place this node, with the devices of all nodes. Collective."""
     placement = team.together(lambda: place(config, team.world))
     assert placement is not None
     if len(team.leads) == 1:

@@ -35,7 +35,7 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
 def for_launcher(
     base: Mapping[str, str], launch_id: str, caller_path: list[str], threads: int | None = None
 ) -> dict[str, str]:
-    """The environment of a launcher and, through it, of its ranks.
+    """Return the environment of a launcher and, through it, of its ranks.
 
     ``base``, ``caller_path``: environment and ``sys.path`` of the caller, so that ranks can import its modules.
     ``threads``: intra-op threads of each rank; ``None``: OMP_NUM_THREADS, or 1.

@@ -89,7 +89,7 @@ def flush() -> None:
 
 
 def last_lines(log: Path, count: int = LAST_LINES) -> tuple[str, ...]:
-    """The last lines that a rank wrote since it began, without those of Lockstep, its traceback among them.
+    """Return the last lines that a rank wrote since it began, without those of Lockstep, its traceback among them.
 
     Of a crash in native code, the words before it and the innermost Python calls.
     """
@@ -151,7 +151,7 @@ Stack = tuple[Frame, ...]
 
 @contextmanager
 def stacks_on_request(log: TextIO) -> Iterator[None]:
-    """In a rank: write the stacks of all threads to ``log`` when :data:`SIGNAL` comes."""
+    """Write the stacks of all threads of this rank to ``log`` when :data:`SIGNAL` comes."""
     faulthandler.register(SIGNAL, file=log, all_threads=True)
     try:
         yield
@@ -160,7 +160,7 @@ def stacks_on_request(log: TextIO) -> Iterator[None]:
 
 
 def ask_stacks(pids: Mapping[int, int], logs: Path, title: str) -> dict[int, Stack]:
-    """The stack of each rank's main thread; ranks that do not answer in time are left out.
+    """Ask each rank for the stack of its main thread; ranks that do not answer in time are left out.
 
     ``pids``: by rank. ``title``: the line above the stacks in the ranks' logs.
     """
@@ -184,7 +184,7 @@ def ask_stacks(pids: Mapping[int, int], logs: Path, title: str) -> dict[int, Sta
 
 
 def ask_workers(pid: int, rank: int, logs: Path) -> tuple[str, ...]:
-    """Where each loader worker of ``rank``, the process ``pid``, is: ``its loader's worker 4711 is at …``.
+    """Ask each loader worker of ``rank``, the process ``pid``: ``its loader's worker 4711 is at …``.
 
     Workers are forked, so they have the rank's answer to :data:`SIGNAL`, and write to the rank's log; one after the
     other, as long as they answer.
@@ -203,7 +203,7 @@ def ask_workers(pid: int, rank: int, logs: Path) -> tuple[str, ...]:
 
 
 def _workers(pid: int) -> list[psutil.Process]:
-    """The forks of ``pid``, which are loader workers; to any other child the signal might be the end."""
+    """Return the forks of ``pid``, which are loader workers; to any other child the signal might be the end."""
     with contextlib.suppress(psutil.Error):
         rank = psutil.Process(pid)
         command = rank.cmdline()
@@ -212,7 +212,7 @@ def _workers(pid: int) -> list[psutil.Process]:
 
 
 def _has_signal(pid: int, field: str) -> bool:
-    """Whether :data:`SIGNAL` is caught (``SigCgt:``) or pending (``ShdPnd:``); see proc_pid_status(5)."""
+    """Return whether :data:`SIGNAL` is caught (``SigCgt:``) or pending (``ShdPnd:``); see proc_pid_status(5)."""
     with contextlib.suppress(OSError, ValueError):
         status = Path(f"/proc/{pid}/status").read_text()
         return bool(int(status.partition(field)[2].split()[0], 16) >> (SIGNAL - 1) & 1)
@@ -227,7 +227,7 @@ def _read(log: Path, start: int) -> str:
 
 
 def parse_stack(text: str) -> Stack:
-    """The frames of the thread that the signal came to, as ``faulthandler`` wrote them; () while incomplete."""
+    """Parse the frames of the signalled thread, as ``faulthandler`` wrote them; () while incomplete."""
     _, mark, thread = text.rpartition("Current thread ")
     if not mark or not thread.endswith("\n"):
         return ()
@@ -242,7 +242,7 @@ def parse_stack(text: str) -> Stack:
 
 
 def place_of(stack: Stack) -> str:
-    """The user's line that a stack is in (else Lockstep's), and the call made there: ``task.py:12 in loss, in sum``."""
+    """Return the user's line in a stack (else Lockstep's) and its call: ``task.py:12 in loss, in sum``."""
     for is_it in (lambda frame: not frame.is_library, lambda frame: frame.file.startswith(_PACKAGE)):
         for index, frame in enumerate(stack):
             if is_it(frame):
@@ -252,7 +252,7 @@ def place_of(stack: Stack) -> str:
 
 
 def own_part(stack: Stack) -> Stack:
-    """``stack`` without the calls below a rank's main function, which are the same in all of them."""
+    """Cut the calls below a rank's main function, the same in all ranks, from ``stack``."""
     ends = (index for index, frame in enumerate(stack) if frame.file.startswith(_START))
     return stack[: next(ends, len(stack))]
 

@@ -22,7 +22,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def exit_code(signum: int) -> int:
-    """The exit code of a process that a signal stopped: 130 for SIGINT, 143 for SIGTERM (POSIX shells)."""
+    """Return the exit code of a process that a signal stopped: 130 for SIGINT, 143 for SIGTERM (POSIX shells)."""
     return 128 + signum
 
 
@@ -154,7 +154,7 @@ class CommandInterrupt(StopRequest):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def report_unraisable(self, unraisable: Any) -> None:
-        """As ``sys.unraisablehook``: after an interrupt where Python cannot raise, the next one raises."""
+        """Report as ``sys.unraisablehook`` does; after an interrupt where Python cannot raise, the next one raises."""
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
             owner = _owner(signal.getsignal(signal.SIGINT)) or self
             owner._has_raised = False

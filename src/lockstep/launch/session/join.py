@@ -80,7 +80,7 @@ started: list[Started] = []
 
 
 def with_settings_of_launch(script_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``script_settings``, overridden by those that its ranks were started with.
+    """Return the ``script_settings``, overridden by those that its ranks were started with.
 
     Raises :class:`ConfigError`: one of the script is for the launcher, which has started without it.
     """
@@ -115,7 +115,7 @@ class Joined:
         return self.team.collectives
 
     def note(self, key: str, text: str, level: str = "info") -> None:
-        """A remark before the run's log begins."""
+        """Add a remark before the run's log begins."""
         if self.world.is_main:
             warn(text)
 
@@ -145,7 +145,7 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
 
 
 def _local_placement(config: RunConfig, world: World) -> Placement:
-    """The placement on this machine. Raises :class:`ConfigError`: it has another number of ranks than ``world``."""
+    """Place ranks on this machine. Raises :class:`ConfigError`: it has another number of ranks than ``world``."""
     placement = place(config, World())
     if placement.world_size != world.size:
         devices = ",".join(placement.devices)
@@ -159,7 +159,7 @@ def _local_placement(config: RunConfig, world: World) -> Placement:
 
 
 def _launched_run(launch: Started) -> tuple[RunDir, bool]:
-    """The run that the launcher's caller has made, for its one session, and whether it is resumed."""
+    """Return the run that the launcher's caller has made, for its one session, and whether it is resumed."""
     if launch.has_session:
         raise UnsupportedError(
             "the script makes a second lockstep.Session",
@@ -195,7 +195,7 @@ def _refuse_for_tasks_only(config: RunConfig) -> None:
 
 
 def _new_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
-    """The folder of a new run of this process's script."""
+    """Create the folder of a new run of this process's script."""
     run = create_folder(config, run_id)
     path = Path(sys.argv[0])
     if path.is_file():

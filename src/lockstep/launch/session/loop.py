@@ -92,7 +92,7 @@ class Loop:
         return self._joined.collectives if self._training is None else self._training.ranks
 
     def _running(self, call: str) -> SessionTraining:
-        """The training. Raises :class:`TaskError`: no loop over batches has begun."""
+        """Return the training. Raises :class:`TaskError`: no loop over batches has begun."""
         if self._training is None:
             raise outside_batches(call)
         return self._training
@@ -127,7 +127,7 @@ class Loop:
     # Epochs.
 
     def _is_over(self) -> str:
-        """Why a resumed run has nothing to train, and what would change that; empty: it has."""
+        """Return why a resumed run has nothing to train, and what would change that; empty: it has."""
         state = self._state
         settings = self._config.training
         if state.epoch >= self._epochs:
@@ -140,7 +140,7 @@ class Loop:
         return ""
 
     def _leave(self, over: str) -> None:
-        """Of a resumed run that is ``over``: end the script, unless it was stopped after its loop."""
+        """Leave the script if the resumed run is ``over``, unless it was stopped after its loop."""
         run = self._joined.run_dir
         ranks = self._joined.collectives
         ends = ranks.broadcast(run.read().status == "completed" if ranks.is_main else None)
@@ -239,7 +239,7 @@ class Loop:
     def _feed(
         self, training: SessionTraining, number: int, dataset: Any, accumulate: int | None, collate: Any, weights: Any
     ) -> DataFeed:
-        """The batches of the loop with this number in its epoch."""
+        """Return the batches of the loop with this number in its epoch."""
         samples = length(dataset)
         planned = dataset is self._task.dataset and samples == self._task.samples
         if weights is not (self._task.weights if planned else None):
@@ -270,7 +270,7 @@ class Loop:
             training.log.total = plan.total_steps + sum(self._steps.values()) * plan.epochs
 
     def _current_feed(self) -> DataFeed | RowFeed:
-        """The feed of the current batch. Raises :class:`TaskError`: there is none."""
+        """Return the feed of the current batch. Raises :class:`TaskError`: there is none."""
         self._running("again")
         feed = self._feeds[self._number - 1][0] if self._update is None else self._row_feed
         if feed is None:
@@ -289,7 +289,7 @@ class Loop:
     # Updates.
 
     def _walk_updates(self, number: int, updates: int) -> Iterator[int]:
-        """The updates of the loop with this ``number`` in its epoch."""
+        """Yield the updates of the loop with this ``number`` in its epoch."""
         self._count_steps(number, updates)
         with self._in_loop("updates", number) as is_left:
             done = self._resumed.place[1] if self._training is None else self._training.update
@@ -341,7 +341,7 @@ class Loop:
         self._draws(self._state.step, _AFTER)
 
     def _open_part(self, training: SessionTraining) -> Window | None:
-        """The window of the last part, if it is to be counted; one that was left before its step is dropped."""
+        """Return the window of the last part, if it is to be counted; one that was left before its step is dropped."""
         if not (self._has_whole_part or training.has_stepped):
             training.window = None
         return training.window
@@ -413,7 +413,7 @@ class Loop:
         return {name if keeps_name[name] else f"{split}_{name}": value for name, value in values.items()}
 
     def _evaluation_batch_size(self) -> int:
-        """Samples of a batch of an evaluation: those of a micro-batch on one device, on any number of ranks."""
+        """Return samples of a batch of an evaluation: those of a micro-batch on one device, on any number of ranks."""
         training = self._config.training
         if training.global_batch_size is None or "batch_size" in self._overrides.get("training", {}):
             return training.batch_size

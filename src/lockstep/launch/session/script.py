@@ -49,7 +49,7 @@ def run_script(
 
 
 def several_devices(settings: Mapping[str, Any], consequence: str) -> list[str]:
-    """The devices that ``settings`` names. Raises :class:`ConfigError`: fewer than two; ``consequence`` is its text."""
+    """Return the devices of ``settings``. Raises :class:`ConfigError`: fewer than two, with ``consequence``."""
     devices = settings.get("hardware", {}).get("selected_devices") or ()
     names = [name.strip() for name in devices.split(",")] if isinstance(devices, str) else list(devices)
     if len(names) < 2:
@@ -199,7 +199,7 @@ def _as_rank(
 
 
 def _run_script(path: str, arguments: tuple[str, ...], folder: str) -> None:
-    """As ``python path arguments`` in ``folder``, which a server that forks ranks may not be in."""
+    """Run as ``python path arguments`` in ``folder``, which a server that forks ranks may not be in."""
     os.chdir(folder)
     sys.argv[:] = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))

@@ -45,7 +45,7 @@ class Autoencoder(nn.Module):
 
 
 def _layers(widths: Sequence[int]) -> list[nn.Module]:
-    """Linear layers with ReLU between them."""
+    """Make linear layers with ReLU between them."""
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]

@@ -39,7 +39,7 @@ def load_digits(split: Literal["train", "val", "test"]) -> Digits:
 
 
 def scale(images: NDArray[Any], labels: NDArray[Any]) -> Digits:
-    """Pixels from 0 to 16, of shape (n, 8, 8) or (n, 64), as the network wants them."""
+    """Scale pixels from 0 to 16, of shape (n, 8, 8) or (n, 64), for the network."""
     scaled = np.asarray(images, dtype=np.float32).reshape(-1, 1, 8, 8) / np.float32(LARGEST_PIXEL)
     return Digits(scaled, np.asarray(labels, dtype=np.int64))
 
@@ -70,7 +70,7 @@ class PixelErrors:
         self.examples += zip(images[:missing], reconstructions[:missing], strict=True)
 
     def compute(self) -> dict[str, Tensor]:
-        """``mse``, and ``psnr`` = 10·log₁₀(1 / mse); NaN before the first row."""
+        """Compute ``mse``, and ``psnr`` = 10·log₁₀(1 / mse); NaN before the first row."""
         mse = self._squares / self._pixels
         return {"mse": mse.float(), "psnr": -10 * mse.log10().float()}
 
@@ -86,7 +86,7 @@ class AutoencoderTask(Task):
     _scores: PixelErrors | None = None
 
     def datasets(self) -> Datasets:
-        """Images ``(1, 8, 8)`` from 0 to 1."""
+        """Return images ``(1, 8, 8)`` from 0 to 1."""
         if self.data.data_dir is not None or self.data.download:
             raise ConfigError(
                 "the autoencoder task reads no folder and downloads nothing: its images are in the package",
@@ -99,14 +99,14 @@ class AutoencoderTask(Task):
         return Autoencoder(hidden=self.config.hidden, code=self.config.code)
 
     def stages(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Encoder, then decoder."""
+        """Return encoder, then decoder."""
         assert isinstance(model, Autoencoder)
         return [model.encoder, model.decoder]
 
     # A batch: a tuple of one tensor, images (n, 1, 8, 8).
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Squared error, summed over pixels; the items are pixels."""
+        """Sum the squared error over pixels; the items are pixels."""
         return self.validate(model, batch)[0]
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
@@ -121,7 +121,7 @@ class AutoencoderTask(Task):
         return Loss(F.mse_loss(reconstructions.float(), images, reduction="sum"), images.numel())
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """The code of each image, and the mean squared error of its pixels."""
+        """Return the code of each image, and the mean squared error of its pixels."""
         (images,) = batch
         assert isinstance(model, Autoencoder)
         code = model.encoder(images)
@@ -132,7 +132,7 @@ class AutoencoderTask(Task):
         return self._scores
 
     def pictures(self) -> dict[str, NDArray[np.uint8]]:
-        """The first images of the last evaluation, and their reconstructions below."""
+        """Return the first images of the last evaluation, and their reconstructions below."""
         if self._scores is None or not self._scores.examples:
             return {}
         images, reconstructions = map(torch.stack, zip(*self._scores.examples, strict=True))
@@ -140,7 +140,7 @@ class AutoencoderTask(Task):
 
 
 def draw(images: Any, reconstructions: Any, zoom: int = 8) -> NDArray[np.uint8]:
-    """Two rows of ``n`` images as grey pixels: (2 · 8 · ``zoom``, n · 8 · ``zoom``).
+    """Draw two rows of ``n`` images as grey pixels: (2 · 8 · ``zoom``, n · 8 · ``zoom``).
 
     Args:
         images, reconstructions: (n, 1, 8, 8), from 0 to 1; tensors on the CPU, or arrays.

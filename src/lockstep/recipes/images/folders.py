@@ -37,7 +37,7 @@ class Listed(NamedTuple):
 
 
 def digits_folder() -> Path:
-    """Class folders with the digits of scikit-learn's set as PNGs, made once in the user's cache folder."""
+    """Make class folders with the digits of scikit-learn's set as PNGs, once in the user's cache folder."""
     folder = cache_folder() / "digits-png"
     try:
         if not folder.is_dir():
@@ -59,7 +59,7 @@ def _write_digits(folder: Path) -> None:
 
 
 def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
-    """The images of ``folder``: ``train/CLASS/…``, ``val/CLASS/…`` and ``test/CLASS/…``, or ``CLASS/…`` alone.
+    """List the images of ``folder``: ``train/CLASS/…``, ``val/CLASS/…`` and ``test/CLASS/…``, or ``CLASS/…`` alone.
 
     Without ``val``, a share of each class of ``train`` is taken, chosen by a hash of the names.
 
@@ -138,7 +138,7 @@ def _images_in(folder: Path) -> list[Path]:
 
 
 def _divided(by_class: dict[str, list[Path]], root: Path, share: float) -> tuple[Any, Any]:
-    """Training and validation files of each class; the ones with the smallest hashes are the validation's."""
+    """Divide files of each class into training and validation; the smallest hashes are the validation's."""
 
     def key(file: Path) -> bytes:
         return hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()
@@ -203,7 +203,7 @@ def _refuse_deep(opened: Any) -> None:
 
 
 def is_grey(files: Sequence[Path]) -> bool:
-    """Whether images from all over the list have no colours; up to :data:`HEADERS` are looked at."""
+    """Return whether images from all over the list have no colours; up to :data:`HEADERS` are looked at."""
     image = _pillow()
     modes = set()
     for file in files[:: len(files) // HEADERS + 1]:
@@ -276,7 +276,7 @@ def _pillow() -> Any:
 
 
 def images_below(path: Path) -> tuple[Path, ...]:
-    """A file, or the images below a folder in the order of their paths. Raises :class:`DataError`: there is none."""
+    """List a file, or the images below a folder by path. Raises :class:`DataError`: there is none."""
     files = [path] if path.is_file() else _images_in(path)
     if not files:
         raise DataError(f"{path} has no images", fix=f"name a folder of images ({', '.join(SUFFIXES)})")

@@ -50,5 +50,5 @@ class ResNet(nn.Module):
         return self.head(self.features(images).mean(dim=(2, 3)))
 
     def stages(self) -> list[nn.Module]:
-        """Stem, blocks and head, to be cut anywhere."""
+        """Return stem, blocks and head, to be cut anywhere."""
         return [*self.features, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), self.head)]

@@ -96,7 +96,7 @@ class ImagesTask(Task):
         return 1 if is_grey(self._splits["train"].files) else 3
 
     def datasets(self) -> Datasets:
-        """Images (channels, size, size) from 0 to 1, and their labels."""
+        """Return images (channels, size, size) from 0 to 1, and their labels."""
         config = self.config
         flip = self._folder is not None if config.flip is None else config.flip
         augmentation = Augmentation(crop=config.crop, flip=flip, color=config.color)
@@ -105,7 +105,7 @@ class ImagesTask(Task):
         return Datasets(train, splits["val"], splits.get("test"))
 
     def prediction_data(self, path: Path) -> Images:
-        """The images of a file or below a folder, in the order of their paths; their labels mean nothing."""
+        """Return the images of a file or below a folder, in the order of their paths; their labels mean nothing."""
         files = images_below(path)
         listed = Listed(files, (0,) * len(files), self.class_names)
         return Images(listed, self._channels, self._size)
@@ -156,7 +156,7 @@ class ImagesTask(Task):
         return self._loss(logits, batch[1]), (logits.argmax(1), batch[1])
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """The most probable class, and its probability."""
+        """Return the most probable class, and its probability."""
         probabilities, classes = model(batch[0]).float().softmax(1).max(1)
         return {"class": [self.class_names[number] for number in classes.tolist()], "probability": probabilities}
 

@@ -45,7 +45,7 @@ class AudioInfo(NamedTuple):
 
 
 def read_info(path: Path | str) -> AudioInfo:
-    """Length and rate from the header of a file that is whole.
+    """Read length and rate from the header of a file that is whole.
 
     It also seeks the last frame, which a file that was cut lacks, and reads samples that are floating-point numbers.
 
@@ -63,7 +63,7 @@ def read_info(path: Path | str) -> AudioInfo:
 
 
 def read_audio(path: Path | str, offset: float = 0.0, duration: float | None = None) -> Waveform:
-    """A recording, or ``duration`` seconds of it from ``offset`` seconds on, as 16 kHz mono (channels averaged).
+    """Read a recording, or ``duration`` seconds of it from ``offset`` seconds on, as 16 kHz mono (channels averaged).
 
     Returns:
         Samples in [-1, 1], shape [samples]; exactly round(duration · 16000) of them when ``duration`` is given.
@@ -87,7 +87,7 @@ def read_audio(path: Path | str, offset: float = 0.0, duration: float | None = N
 
 @contextlib.contextmanager
 def _opened(path: Path | str) -> Iterator[Any]:
-    """``path``, open in libsndfile; what cannot be read in the body is a :class:`DataError`."""
+    """Open ``path`` in libsndfile; what cannot be read in the body is a :class:`DataError`."""
     try:
         import soundfile
     except ImportError as error:
@@ -113,7 +113,7 @@ _FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether a WAV file ends before its header says, which libsndfile does not report."""
+    """Return whether a WAV file ends before its header says, which libsndfile does not report."""
     with path.open("rb") as file:
         is_wav = file.read(4) == b"RIFF"
         size = int.from_bytes(file.read(4), "little")
@@ -122,12 +122,12 @@ def _is_cut(path: Path) -> bool:
 
 
 def resampled_length(samples: int, rate: int, target: int) -> int:
-    """Samples that :func:`resample` returns: the instants of the new grid within the recording."""
+    """Count samples that :func:`resample` returns: the instants of the new grid within the recording."""
     return ceil_div(samples * target, rate)
 
 
 def resample(waveform: npt.NDArray[Any], rate: int, target: int) -> Floats:
-    """``waveform`` (samples,) at ``rate`` Hz as it would have been recorded at ``target`` Hz.
+    """Convert ``waveform`` (samples,) at ``rate`` Hz to its recording at ``target`` Hz.
 
     Output sample n stands at the time of input sample n·rate/target; beyond its ends the recording is silent. A
     polyphase windowed-sinc filter: Smith, "Digital Audio Resampling", 'Theory of ideal bandlimited interpolation'.
@@ -156,7 +156,7 @@ def resample(waveform: npt.NDArray[Any], rate: int, target: int) -> Floats:
 
 @lru_cache(maxsize=8)
 def _filters(up: int, down: int) -> Floats:
-    """One filter a phase, shape (up, taps): row p weighs the inputs around an output that lies p/up after an input."""
+    """Make one filter a phase, shape (up, taps): row p weighs the inputs around an output p/up after an input."""
     cutoff = ROLLOFF * min(1.0, up / down)
     half = math.ceil(ZERO_CROSSINGS / cutoff)
     fractions = (np.arange(up) * down % up) / up

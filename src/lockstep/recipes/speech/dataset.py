@@ -58,7 +58,7 @@ class Recordings:
         return len(self.utterances)
 
     def __getitem__(self, index: int) -> Sample:
-        """Raises :class:`lockstep.errors.DataError` when the file cannot be read."""
+        """Raise :class:`lockstep.errors.DataError` when the file cannot be read."""
         return Sample(extract(torch.from_numpy(self.waveform(index))), torch.tensor(self.symbols(index)))
 
     def symbols(self, index: int) -> list[int]:
@@ -69,7 +69,7 @@ class Recordings:
         return read_audio(utterance.audio_path, utterance.offset, utterance.duration)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Feature frames of each utterance, shape [utterances]; opens no audio."""
+        """Count feature frames of each utterance, shape [utterances]; opens no audio."""
         return np.array([utterance.frames for utterance in self.utterances], dtype=np.int64)
 
     def fingerprint(self) -> str:

@@ -33,7 +33,7 @@ def texts(ids: Tensor, lengths: Tensor) -> list[str]:
 
 
 def decode_greedy(log_probs: Tensor, lengths: Tensor) -> Hypotheses:
-    """The most probable symbol of each frame, repeats and then blanks taken out (Graves 2006, best path decoding).
+    """Take the most probable symbol of each frame; drop repeats, then blanks (Graves 2006, best path decoding).
 
     ``log_probs``: [n, frames, symbols], of which ``lengths`` [n] frames count.
     """
@@ -53,7 +53,7 @@ def _pack(path: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inside(log_probs: Tensor, lengths: Tensor) -> Tensor:
-    """Which frames belong to their utterance: [n, frames]."""
+    """Return which frames belong to their utterance: [n, frames]."""
     return torch.arange(log_probs.shape[1], device=log_probs.device) < lengths.to(log_probs.device)[:, None]
 
 
@@ -106,12 +106,12 @@ def decode_beam(log_probs: Tensor, lengths: Tensor, width: int = 16) -> Hypothes
 
 
 def _nobody(width: int, device: torch.device) -> Tensor:
-    """Hashes, one a place, for places without a prefix: equal to no other."""
+    """Make hashes, one a place, for places without a prefix: equal to no other."""
     return -1 - torch.arange(width, device=device)
 
 
 def _advance(beams: _Beams, log_probs: Tensor) -> tuple[_Beams, Tensor, Tensor]:
-    """The beams after a frame of ``log_probs`` [n, symbols], where each comes from, and by which symbol it grew."""
+    """Advance the beams by a frame of ``log_probs`` [n, symbols]; return also their sources and added symbols."""
     rows, symbols = log_probs.shape
     width = beams.key.shape[1]
     score = beams.score()
@@ -178,5 +178,5 @@ class ErrorRates:
             self._sums[name] += torch.tensor([wrong + alignment.insertions, wrong + alignment.hits])
 
     def compute(self) -> dict[str, Tensor]:
-        """Shares, not per cent; NaN before the first reference."""
+        """Return shares, not per cent; NaN before the first reference."""
         return {name: errors / units for name, (errors, units) in self._sums.items()}

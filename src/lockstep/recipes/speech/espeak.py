@@ -50,7 +50,7 @@ class Line(NamedTuple):
 
 
 def engine_version() -> str:
-    """The installed package's version. Raises :class:`DataError`: it is not installed."""
+    """Return the installed package's version. Raises :class:`DataError`: it is not installed."""
     try:
         return metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:
@@ -89,7 +89,7 @@ class Synthesiser:
         self._library.espeak_SetSynthCallback(self._callback)
 
     def say(self, line: Line) -> npt.NDArray[np.int16]:
-        """The samples of ``line`` at :attr:`rate` Hz. Raises :class:`DataError` when the library refuses it."""
+        """Speak ``line``: samples at :attr:`rate` Hz. Raises :class:`DataError` when the library refuses it."""
         voice = f"{line.accent}+{line.voice}"
         status = self._library.espeak_SetVoiceByName(voice.encode())
         # A variant that it does not know, it leaves out without a word.

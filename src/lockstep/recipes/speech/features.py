@@ -23,12 +23,12 @@ EPSILON = 1e-5
 
 
 def feature_frames(samples: int) -> int:
-    """Frames of :func:`log_mel` for ``samples`` samples: one around every 160th of them."""
+    """Count frames of :func:`log_mel` for ``samples`` samples: one around every 160th of them."""
     return 1 + samples // HOP
 
 
 def log_mel(waveform: Tensor) -> Tensor:
-    """Natural logarithm of the power in 80 mel bands. Frame t is centred on sample 160 t; beyond the ends is silence.
+    """Compute the log power in 80 mel bands. Frame t is centred on sample 160 t; beyond the ends is silence.
 
     float32 [samples] at 16 kHz, in [-1, 1] → [feature_frames(samples), 80].
     """
@@ -50,13 +50,13 @@ def log_mel(waveform: Tensor) -> Tensor:
 
 
 def normalise(features: Tensor) -> Tensor:
-    """Each band (column) of ``features`` [frames, bands] with mean 0 and standard deviation 1 over the utterance."""
+    """Scale each band (column) of ``features`` [frames, bands] to mean 0 and standard deviation 1 over time."""
     deviation, mean = torch.std_mean(features, dim=0, correction=0)
     return (features - mean) / (deviation + EPSILON)
 
 
 def extract(waveform: Tensor) -> Tensor:
-    """Normalised log-mel features [frames, 80] of ``waveform`` [samples] at 16 kHz."""
+    """Compute normalised log-mel features [frames, 80] of ``waveform`` [samples] at 16 kHz."""
     return normalise(log_mel(waveform))
 
 
@@ -76,7 +76,7 @@ class SpecAugment:
     time_share: float = 0.2
 
     def __call__(self, features: Tensor, rng: np.random.Generator) -> Tensor:
-        """A masked copy of ``features`` [frames, bands], with draws from ``rng`` alone."""
+        """Mask a copy of ``features`` [frames, bands], with draws from ``rng`` alone."""
         frames, bands = features.shape
         masked = features.clone()
         for _ in range(self.frequency_masks):
@@ -94,7 +94,7 @@ def _span(rng: np.random.Generator, size: int, widest: int) -> slice:
 
 @lru_cache(maxsize=1)
 def _mel_filters() -> Tensor:
-    """Triangles of height 1 whose corners are evenly spaced in mel from 0 to 8 kHz: [80, 257].
+    """Make triangles of height 1 whose corners are evenly spaced in mel from 0 to 8 kHz: [80, 257].
 
     The scale is that of Slaney's Auditory Toolbox (1998): 3 mel are 200 Hz up to 1 kHz (15 mel); from there 27 mel are
     a factor of 6.4. Unlike on the formula 2595 log10(1 + f/700), its low bands are wide enough for every filter to

@@ -27,7 +27,7 @@ from lockstep._compat.torch import ConvertedModule
 
 
 def delay_system(order: int, theta: float) -> tuple[Tensor, Tensor]:
-    """The continuous system ``dm/dt = A m + B u``, time in steps: A of shape (order, order), B of (order,), in float64.
+    """Make the system ``dm/dt = A m + B u``, time in steps: A (order, order), B (order,), in float64.
 
     ``m`` has the last θ steps of the scalar input ``u`` as coefficients of shifted Legendre polynomials: ``u(t-θ')`` is
     about ``Σ_i m_i P_i(2θ'/θ - 1)``. ``A_ij = (2i+1)/θ · (-1 if i < j else (-1)^(i-j+1))`` and
@@ -41,7 +41,7 @@ def delay_system(order: int, theta: float) -> tuple[Tensor, Tensor]:
 
 
 def zero_order_hold(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The step ``m[t] = A m[t-1] + B u[t]`` that is exact while ``u`` is constant over a step of length 1.
+    """Return the step ``m[t] = A m[t-1] + B u[t]`` that is exact while ``u`` is constant over a step of length 1.
 
     The exponential of ``[[a, b], [0, 0]]`` is ``[[A, B], [0, 1]]`` (Van Loan 1978, "Computing integrals
     involving the matrix exponential"), so ``a`` need not be inverted.
@@ -55,7 +55,7 @@ def zero_order_hold(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def transition(order: int, theta: float, steps: int) -> Tensor:
-    """What ``steps`` steps do: row k of shape (order, order + steps) maps ``[m, u_0, u_1, …]`` to the memory after u_k.
+    """Combine ``steps`` steps: row k, (order, order + steps), maps ``[m, u_0, u_1, …]`` to the memory after u_k.
 
     Row k is ``[A^(k+1), A^k B, …, A B, B, 0, …]``. Shape (steps, order, order + steps).
     """
@@ -144,7 +144,7 @@ class LMU(ConvertedModule):
         self.register_buffer("transition", self._transition(self.W_x.device), persistent=False)
 
     def reset_parameters(self) -> None:
-        """LeCun uniform encoders, Xavier normal matrices and ``e_m`` = 0, as Voelker et al. (2019)."""
+        """Draw LeCun uniform encoders, Xavier normal matrices and ``e_m`` = 0, as Voelker et al. (2019)."""
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("W_"):
                 nn.init.xavier_normal_(parameter)
@@ -213,7 +213,7 @@ class LMU(ConvertedModule):
         return torch.cat(outputs, 1)
 
     def _step_matrix(self, v: Tensor, c: Tensor) -> Tensor:
-        """(hidden + steps, hidden + steps): from ``[h[t-1], u[t-1], u[t-2], …]`` to ``[h[t], u[t], u[t-1], …]``."""
+        """Make the (hidden + steps)² matrix from ``[h[t-1], u[t-1], u[t-2], …]`` to ``[h[t], u[t], u[t-1], …]``."""
         hidden, steps = v.shape
         u_row = torch.cat([self.e_h.to(c.dtype), c[:-1], c.new_zeros(1)])
         h_rows = torch.addr(torch.cat([self.W_h.to(c.dtype), F.pad(v[:, 1:], (0, 1))], 1), v[:, 0], u_row)

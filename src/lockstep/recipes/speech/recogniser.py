@@ -14,7 +14,7 @@ Frames = TypeVar("Frames", int, Tensor)
 
 
 def output_lengths(lengths: Frames, downsample: int) -> Frames:
-    """Output frames of utterances with ``lengths`` feature frames."""
+    """Count output frames of utterances with ``lengths`` feature frames."""
     return (lengths + downsample - 1) // downsample
 
 
@@ -49,7 +49,7 @@ class Recogniser(nn.Module):
         self.decoder = nn.Linear(width, symbols)
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """Log-probabilities (batch, output frames, symbols) in float32.
+        """Return log-probabilities (batch, output frames, symbols) in float32.
 
         Args:
             features: (batch, frames, bands).
@@ -61,7 +61,7 @@ class Recogniser(nn.Module):
         return F.log_softmax(self.decoder(F.relu(self.hidden(steps[0]))).float(), dim=-1)
 
     def stages(self) -> list[nn.Module]:
-        """Modules that, one after the other, compute what :meth:`forward` does: one for each block, and both ends."""
+        """Return modules that compute :meth:`forward` one after the other: one for each block, and both ends."""
         return [self.encoder, *self.blocks, _Head(self.hidden, nn.ReLU(), self.decoder)]
 
 

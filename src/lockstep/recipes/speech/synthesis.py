@@ -108,7 +108,7 @@ _log = logging.getLogger(__name__)
 
 
 def split_of(sentence: str) -> str:
-    """``train``, ``val`` or ``test``: the only split that may say ``sentence``."""
+    """Return ``train``, ``val`` or ``test``: the only split that may say ``sentence``."""
     percentile = int.from_bytes(hashlib.blake2b(sentence.encode(), digest_size=8).digest(), "little") % 100
     if percentile < TEST_PERCENT:
         return "test"
@@ -116,12 +116,12 @@ def split_of(sentence: str) -> str:
 
 
 def pick(rng: random.Random, items: Sequence[T]) -> T:
-    """One of ``items``. Unlike ``rng.choice``, it draws the same in every Python: ``random()`` alone is promised."""
+    """Draw one of ``items``, alike in every Python, unlike ``rng.choice``: ``random()`` alone is promised."""
     return items[int(rng.random() * len(items))]
 
 
 def draw_sentence(rng: random.Random, split: str) -> str:
-    """A random sentence of ``split``, in the symbols of the vocabulary."""
+    """Draw a random sentence of ``split``, in the symbols of the vocabulary."""
     while True:
         if rng.random() < DIGITS_SHARE:
             words = ["{DIGIT}"] * pick(rng, range(FEWEST_DIGITS, MOST_DIGITS + 1))
@@ -155,7 +155,7 @@ class Recipe:
 
 
 def synthesised_folder(recipe: Recipe, root: Path | None = None) -> Path:
-    """Where the set of ``recipe`` belongs: in ``root`` or the user's cache, by a name that hashes all that matters."""
+    """Return the folder of ``recipe``'s set, in ``root`` or the user's cache; its name hashes all that matters."""
     spoken = [recipe.lines(split) for split in SPLITS]
     identity = json.dumps([VERSION, SHARD_LINES, PACKAGE, engine_version(), spoken])
     name = hashlib.sha256(identity.encode()).hexdigest()[:12]
@@ -264,7 +264,7 @@ def _finish(job: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def _assemble(folder: Path, split: str, lines: list[Line], jobs: list[Path]) -> None:
-    """One WAV file and its manifest from the shards of a split."""
+    """Join the shards of a split to one WAV file and its manifest."""
     entries: list[dict[str, Any]] = []
     start = 0
     with wave.open(str(folder / f"{split}.wav"), "wb") as file:

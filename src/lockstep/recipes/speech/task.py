@@ -154,7 +154,7 @@ class SpeechTask(Task):
         return self._open(path, recheck=True)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Feature frames of each training utterance."""
+        """Count feature frames of each training utterance."""
         return self._recordings["train"].lengths()
 
     def collate(self, samples: Sequence[Any]) -> SpeechBatch:
@@ -196,7 +196,7 @@ class SpeechTask(Task):
         return self._loss(model(batch.features, batch.lengths), batch)
 
     def _loss(self, log_probs: Tensor, batch: SpeechBatch) -> Loss:
-        """Negative log-likelihood of the transcripts (Graves et al. 2006), counted in symbols."""
+        """Compute the negative log-likelihood of the transcripts (Graves et al. 2006), counted in symbols."""
         lengths = output_lengths(batch.lengths, self.downsample)
         total = F.ctc_loss(
             log_probs.transpose(0, 1), batch.targets, lengths, batch.target_lengths, blank=BLANK, reduction="sum"
@@ -206,7 +206,7 @@ class SpeechTask(Task):
     # Evaluation: rows of hypotheses and transcripts.
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> Hypotheses:
-        """Symbols from the model's output [n, frames, symbols] for ``lengths`` [n] frames of features."""
+        """Decode symbols from the model's output [n, frames, symbols] for ``lengths`` [n] frames of features."""
         lengths = output_lengths(lengths, self.downsample)
         if self.config.decoder == "beam":
             return decode_beam(log_probs, lengths, self.config.beam_width)
@@ -225,7 +225,7 @@ class SpeechTask(Task):
         return self._loss(log_probs, batch), rows
 
     def remarks(self) -> list[str | Sound]:
-        """The first utterances of the last evaluation, as they were said and heard, with their recordings."""
+        """Return the first utterances of the last evaluation, as spoken and as recognised, with their recordings."""
         examples = self._examples
         self._examples = ()
         recordings = self._recordings.get("val")
@@ -272,7 +272,7 @@ class Transcript(NamedTuple):
 
 
 def transcribe(task: object, model: nn.Module, files: Iterable[Path]) -> Iterator[Transcript]:
-    """One transcript a file, in order.
+    """Yield one transcript a file, in order.
 
     Args:
         task: the run's; a :class:`SpeechTask`.

@@ -24,14 +24,14 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def standard_library() -> list[str]:
-    """The default corpus: 0.46 MB about Python, of its standard library (``pydoc_data.topics``, PSF licence)."""
+    """Return the default corpus: 0.46 MB about Python, of its standard library (``pydoc_data.topics``, PSF licence)."""
     from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
 
     return [topics[name] for name in sorted(topics)]
 
 
 def read_documents(path: Path, field: str) -> list[str]:
-    """The texts of a file, or of the files below a folder in the order of their names.
+    """Read the texts of a file, or of the files below a folder in the order of their names.
 
     A ``.jsonl``, ``.ndjson`` or ``.json`` file has a document on each line, in ``field``. Hidden files are left out.
 
@@ -77,7 +77,7 @@ def _texts(file: Path, field: str) -> Iterator[str]:
 
 
 def read_tokens(file: Path, vocabulary: int) -> NDArray[np.uint16]:
-    """The tokens of a ``.bin`` file, 16 bits each, as nanoGPT writes them; mapped, not read."""
+    """Map the tokens of a ``.bin`` file, 16 bits each, as nanoGPT writes them; nothing is read."""
     size = file.stat().st_size if file.is_file() else 0
     if not size or size % 2:
         raise DataError(
@@ -109,11 +109,11 @@ class Bytes:
         return bytes(number for number in ids if number < 256).decode(errors="replace")
 
     def lengths(self) -> NDArray[np.int64]:
-        """Bytes of the text of each token; 0 for ``end``."""
+        """Return bytes of the text of each token; 0 for ``end``."""
         return np.array([1] * 256 + [0])
 
     def state(self) -> dict[str, Any]:
-        """What :func:`tokenizer_of` makes it from again."""
+        """Return the arguments with which :func:`tokenizer_of` makes it again."""
         return {"tokenizer": "bytes"}
 
 
@@ -174,7 +174,7 @@ def tokenizer_of(tokenizer: str, end: str | None = None) -> Tokenizer:
 
 
 def train_bpe(documents: Iterable[str], vocabulary: int) -> str:
-    """The JSON of a byte-level BPE of ``vocabulary`` tokens (Sennrich et al. 2016, https://arxiv.org/abs/1508.07909)."""
+    """Train a byte-level BPE of ``vocabulary`` tokens (Sennrich et al. 2016, arXiv 1508.07909); return its JSON."""
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -190,7 +190,7 @@ def train_bpe(documents: Iterable[str], vocabulary: int) -> str:
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer in ``file``; a ``tokenizer_config.json`` beside it names the end token."""
+    """Read the tokenizer in ``file``; a ``tokenizer_config.json`` beside it names the end token."""
     beside = file.with_name("tokenizer_config.json")
     try:
         end = json.loads(beside.read_text(encoding="utf-8")).get("eos_token") if beside.is_file() else None

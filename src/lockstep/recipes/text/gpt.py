@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 def rotated(values: Tensor, angles: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864); ``angles``: (…, time, half the width)."""
+    """Apply rotary positions (Su et al. 2021, arXiv 2104.09864); ``angles``: (…, time, half the width)."""
     first, second = values.chunk(2, dim=-1)
     cosine = angles.cos().to(values.dtype)
     sine = angles.sin().to(values.dtype)
@@ -82,7 +82,7 @@ class Gpt(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * depth) ** 0.5)
 
     def forward(self, ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
-        """Logits.
+        """Return logits.
 
         Args:
             attention_mask: which positions each position attends to, boolean, (batch, 1, time, time); ``None``: to
@@ -110,7 +110,7 @@ def generate(
     seed: int = 0,
     end: int | None = None,
 ) -> list[int]:
-    """``tokens`` ids that follow ``prompt``; fewer where ``end`` is drawn.
+    """Generate ``tokens`` ids that follow ``prompt``; fewer where ``end`` is drawn.
 
     Args:
         model: in evaluation mode: a :class:`Gpt`, or one whose ``forward(ids)`` returns logits.

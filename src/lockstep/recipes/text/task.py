@@ -149,7 +149,7 @@ class TextTask(Task):
         return tokenizer_of(file.read_text(encoding="utf-8"))
 
     def _tokens(self, path: Path | None) -> NDArray[Any]:
-        """A file of tokens, or texts as one line of tokens."""
+        """Return a file of tokens, or texts as one line of tokens."""
         if path is not None and path.suffix == ".bin":
             return read_tokens(path, self.tokenizer.size)
         documents = self._documents if path is None or path == self._path else read_documents(path, self.config.field)
@@ -157,7 +157,7 @@ class TextTask(Task):
         return np.concatenate([part for text in documents for part in (self.tokenizer.encode(text), end)])
 
     def _windows(self, tokens: NDArray[Any]) -> ArrayDataset | PackedTexts:
-        """Inputs and targets (n, context); the last window may have positions without a target."""
+        """Cut inputs and targets (n, context); the last window may have positions without a target."""
         context = self.config.context
         if self.config.pack and len(tokens):
             return PackedTexts(tokens, self.tokenizer.end, context)
@@ -183,7 +183,7 @@ class TextTask(Task):
         return Datasets(self._windows(stream[:-validation_tokens]), self._windows(stream[-validation_tokens:]))
 
     def evaluation_data(self, path: Path) -> ArrayDataset | PackedTexts:
-        """The texts of a file or folder, as one line of tokens."""
+        """Return the texts of a file or folder, as one line of tokens."""
         return self._windows(self._tokens(path))
 
     @property
@@ -225,7 +225,7 @@ class TextTask(Task):
         return losses.view(targets.shape)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Summed over tokens; the items are tokens."""
+        """Sum the loss over tokens; the items are tokens."""
         return Loss(self._losses(model, batch).sum(), (batch[1] != NO_LABEL).sum())
 
     def pad(self, batch: Any, samples: int) -> Any:
@@ -236,7 +236,7 @@ class TextTask(Task):
         return Loss(rows[0].sum(), rows[1].sum()), rows
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
-        """Per sample: the sum of its losses, its tokens and its bytes."""
+        """Return, per sample, the sum of its losses, its tokens and its bytes."""
         targets = batch[1]
         sizes = torch.as_tensor(self._lengths, device=targets.device)[targets.clamp(min=0)] * (targets != NO_LABEL)
         return self._losses(model, batch).double().sum(1), (targets != NO_LABEL).sum(1), sizes.sum(1)
@@ -246,7 +246,7 @@ class TextTask(Task):
         return self.tokenizer.lengths()
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Of each window: its text, the bytes after its first token, and the bits that each of these takes."""
+        """Return each window's text, the bytes after its first token, and the bits that each of these takes."""
         lost, tokens, sizes = self.evaluate(model, batch)
         bits = lost / math.log(2) / sizes.clamp(min=1)
         windows = torch.cat([batch[0], batch[1][:, -1:]], dim=1).cpu()

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError, UnsupportedError
 
 
 def build(path: Path, vocabulary: int, context: int, lora: int) -> nn.Module:
-    """The model of a config.json (with new weights), or of a folder (with its weights, if it has some), in float32.
+    """Build the model of a config.json (new weights) or of a folder (with its weights, if any), in float32.
 
     Raises:
         UnsupportedError: a library is not installed. ConfigError: no such model, it is too small for the tokens, or
@@ -47,7 +47,7 @@ def build(path: Path, vocabulary: int, context: int, lora: int) -> nn.Module:
 
 
 def _logits(model: nn.Module, args: Any, output: Any) -> Any:
-    """Logits alone: a program of torch.export is loaded where the library and its types may not be."""
+    """Return logits alone: a program of torch.export is loaded where the library and its types may not be."""
     return output.logits
 
 

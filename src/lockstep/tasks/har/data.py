@@ -55,7 +55,7 @@ class HarData:
 def checked(
     samples: npt.NDArray[Any], labels: npt.NDArray[Any], *, classes: int | None, name: str, first: int = 0
 ) -> Windows:
-    """``samples`` and ``labels`` as :class:`Windows`, with labels from 0 instead of ``first``.
+    """Return ``samples`` and ``labels`` as :class:`Windows`, with labels from 0 instead of ``first``.
 
     ``name``: of the data, in errors. ``classes``: their number; ``None``: any label from ``first`` on.
     """
@@ -93,7 +93,7 @@ def _data_error(
 def by_subject(
     windows: Windows, subjects: npt.NDArray[Any], val: Sequence[int], test: Sequence[int]
 ) -> tuple[Windows, ...]:
-    """Windows for training, validation and test by the subject of each."""
+    """Divide windows into training, validation and test by the subject of each."""
     here = set(subjects.tolist())
     train = here - {*val, *test}
     twice = {*val} & {*test}
@@ -123,7 +123,7 @@ MIRRORED = ("ax", "wy", "wz")
 
 
 def load_watch(*, val_subjects: Sequence[int] | None, test_subjects: Sequence[int] | None, mirror: bool) -> HarData:
-    """Windows of two seconds at half overlap, split by subject.
+    """Load windows of two seconds at half overlap, split by subject.
 
     Args:
         mirror: reflect the recordings of the left arm, so that both arms look like a right one.
@@ -153,7 +153,7 @@ def load_watch(*, val_subjects: Sequence[int] | None, test_subjects: Sequence[in
 
 
 def cut_windows(recording: Floats, length: int, hop: int) -> Floats:
-    """``(channels, time)`` → ``(windows, channels, length)``; a rest shorter than a window is left out."""
+    """Cut ``(channels, time)`` → ``(windows, channels, length)``; a rest shorter than a window is left out."""
     if recording.shape[1] < length:
         return np.empty((0, len(recording), length), dtype=np.float32)
     views = np.lib.stride_tricks.sliding_window_view(recording, length, axis=1)[:, ::hop]
@@ -200,7 +200,7 @@ def _unpack(outer: Path, temporary: Path) -> Path:
 
 
 def load_uci(folder: Path, *, val_subjects: Sequence[int] | None) -> HarData:
-    """The official split, with some training subjects kept apart for validation."""
+    """Load the official split, with some training subjects kept apart for validation."""
     windows, subjects = _read_split(folder, "train")
     here = sorted(set(subjects.tolist()))
     val = here[-max(1, len(here) // VAL_SHARE) :] if val_subjects is None else list(val_subjects)
@@ -209,7 +209,7 @@ def load_uci(folder: Path, *, val_subjects: Sequence[int] | None) -> HarData:
 
 
 def _read_split(folder: Path, part: str) -> tuple[Windows, npt.NDArray[np.int64]]:
-    """Windows, and the subject of each."""
+    """Read windows, and the subject of each."""
     labels = _read_numbers(folder / part / f"y_{part}.txt", np.int64, columns=1)[:, 0]
     subjects = _read_numbers(folder / part / f"subject_{part}.txt", np.int64, columns=1)[:, 0]
     signals = []
@@ -225,7 +225,7 @@ def _read_split(folder: Path, part: str) -> tuple[Windows, npt.NDArray[np.int64]
 
 
 def _read_numbers(file: Path, kind: type[np.generic], *, columns: int) -> npt.NDArray[Any]:
-    """The rows of a text file of numbers; shape (rows, columns)."""
+    """Read the rows of a text file of numbers; shape (rows, columns)."""
     fix = "unpack the archive again, or fetch it with --download into an empty --data-dir"
     try:
         if file.stat().st_size == 0:
@@ -246,7 +246,7 @@ PARTS = ("train", "val", "test")
 
 
 def load_tensors(folder: Path) -> HarData:
-    """The three files; the classes are those of the training labels, numbered from 0."""
+    """Load the three files; the classes are those of the training labels, numbered from 0."""
     train = _load(folder / "train.pt", classes=None)
     classes = int(train.labels.max()) + 1
     if classes > len(train):
@@ -290,7 +290,7 @@ def _load(file: Path, *, classes: int | None) -> Windows:
 
 
 def make_synthetic(samples: int, shape: tuple[int, int], classes: int, *, seed: int) -> HarData:
-    """Each class is a wave with a separate frequency and phases in noise; a tenth as many windows validate, and test.
+    """Make waves in noise, of another frequency and phases for each class; a tenth as many validate, and test.
 
     Args:
         samples: training windows.
@@ -333,13 +333,13 @@ class Standardiser:
         return cls(mean.astype(np.float32), np.where(std > 0, std, 1.0).astype(np.float32))
 
     def apply(self, samples: Floats) -> Floats:
-        """Of shape (…, channels, time); the result has mean 0 and standard deviation 1 on the training windows."""
+        """Standardise samples (…, channels, time): mean 0 and standard deviation 1 on the training windows."""
         result: Floats = (samples - self.mean[:, None]) / self.std[:, None]
         return result
 
 
 def as_dataset(windows: Windows, mode: Mode) -> ArrayDataset:
-    """Standardised windows as samples ``(channels', time)`` and labels.
+    """Make a data set of standardised windows: samples ``(channels', time)`` and labels.
 
     ``joint``: all channels are one sample. ``average``, ``first``: one channel is left. ``flatten``: each
     channel is a sample with the window's label; the third array says which window it is from.
@@ -380,7 +380,7 @@ class AugmentedWindows:
         return len(self._windows)
 
     def sample(self, index: int, rng: np.random.Generator) -> tuple[Tensor, int]:
-        """Window ``index`` of shape (channels, time), and its label."""
+        """Return window ``index`` of shape (channels, time), and its label."""
         window = self._windows.samples[index]
         channels, length = window.shape
         if self._angle:
@@ -392,7 +392,7 @@ class AugmentedWindows:
 
 
 def _rotation(axis: npt.NDArray[np.float64], angle: float) -> Floats:
-    """The matrix that turns by ``angle`` (radians) about ``axis`` (not normalised): Rodrigues' formula."""
+    """Return the matrix that turns by ``angle`` (radians) about ``axis`` (not normalised): Rodrigues' formula."""
     x, y, z = (axis / np.sqrt(axis @ axis)).tolist()
     s = math.sin(angle)
     c = math.cos(angle)

@@ -49,7 +49,7 @@ class Cnn(nn.Module):
         return self.head(self.features(samples))
 
     def stages(self) -> list[nn.Module]:
-        """The model in order, to be cut anywhere: its blocks, and the head."""
+        """Return the model in order, to be cut anywhere: its blocks, and the head."""
         return [*(self.features[start : start + 4] for start in range(0, len(self.features), 4)), self.head]
 
 
@@ -89,7 +89,7 @@ class Mlp(nn.Module):
 
 
 def pre_norm_encoder(width: int, heads: int, hidden: int, depth: int, dropout: float) -> nn.TransformerEncoder:
-    """Pre-norm layers, and a norm at their end."""
+    """Build pre-norm layers, and a norm at their end."""
     layer = nn.TransformerEncoderLayer(
         width, heads, hidden, dropout, activation="gelu", batch_first=True, norm_first=True
     )

@@ -209,7 +209,7 @@ class HarTask(Task):
             ) from None
 
     def stages(self, model: nn.Module) -> list[nn.Module] | None:
-        """Blocks or layers of the network, and its head; none of ``vit_plots``."""
+        """Return blocks or layers of the network, and its head; none of ``vit_plots``."""
         return model.stages() if isinstance(model, Cnn | Mlp) else None
 
     # A batch: samples (n, channels, time) and labels (n,); under `flatten` also the window of each sample.
@@ -235,12 +235,12 @@ class HarTask(Task):
         return self._loss(logits, batch[1]), rows
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """The most probable activity, and its probability."""
+        """Return the most probable activity, and its probability."""
         probabilities, classes = model(batch[0]).float().softmax(1).max(1)
         return {"class": [self.class_names[number] for number in classes.tolist()], "probability": probabilities}
 
     def metrics(self) -> Metrics:
-        """Accuracy, macro F1 and the confusion matrix, of windows; under ``flatten`` also of single channels."""
+        """Return accuracy, macro F1 and confusion matrix of windows; under ``flatten`` also of single channels."""
         classes = len(self.class_names)
         return WindowScores(classes, self.windows.shape[0]) if self.config.mode == "flatten" else ClassScores(classes)
 
@@ -259,7 +259,7 @@ class HarTask(Task):
 
 
 def _vit_of_plots(channels: int, classes: int, length: int, **sizes: Any) -> nn.Module:
-    """Line plots of 32 rows and a multiple of 8 columns, in patches of 8×8 pixels."""
+    """Build a ViT of line plots with 32 rows and a multiple of 8 columns, in patches of 8×8 pixels."""
     columns = max(8, ceil_div(length, 8) * 8)
     return nn.Sequential(LinePlots(32, columns), Vit(channels, classes, (32, columns), patch=(8, 8), **sizes))
 
@@ -268,12 +268,12 @@ def _vit_of_plots(channels: int, classes: int, length: int, **sizes: Any) -> nn.
 
 
 def count(predicted: Tensor, target: Tensor, classes: int) -> Tensor:
-    """The confusion matrix (classes, classes) of ``predicted`` and ``target``, both (rows,) of classes."""
+    """Count the confusion matrix (classes, classes) of ``predicted`` and ``target``, both (rows,) of classes."""
     return torch.bincount(target * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 
 def scores(confusion: Tensor) -> dict[str, Tensor]:
-    """Accuracy and macro F1 of a confusion matrix; not a number if it counts nothing.
+    """Compute accuracy and macro F1 of a confusion matrix; not a number if it counts nothing.
 
     F1 is the mean over the classes that occur, in truth or prediction, as torchmetrics' macro average.
     """
@@ -294,7 +294,7 @@ class ClassScores:
         self._confusion = self._confusion + count(predicted, target, self.classes)
 
     def compute(self) -> dict[str, Tensor]:
-        """``accuracy``, ``f1``, and ``confusion`` (classes, classes)."""
+        """Compute ``accuracy``, ``f1``, and ``confusion`` (classes, classes)."""
         return {**scores(self._confusion), "confusion": self._confusion}
 
 
@@ -323,7 +323,7 @@ class WindowScores:
         self.waiting = probabilities[~complete], target[~complete], window[~complete]
 
     def compute(self) -> dict[str, Tensor]:
-        """``accuracy``, ``f1`` and ``confusion`` of windows, ``channel_accuracy`` and ``channel_f1``.
+        """Compute ``accuracy``, ``f1`` and ``confusion`` of windows, ``channel_accuracy`` and ``channel_f1``.
 
         Windows of which some channels never came count with those that did.
         """
