@@ -18,40 +18,48 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
 
 #: Vague names, packed lines and splats for each thousand lines of code, functions with too many parameters, and "what
-#: it …", "where it …" and "own" for each ten thousand words of comments, docstrings and messages.
-MEASURES = ("vague", "packed", "splat", "long", "what", "where", "own")
+#: it …", "where it …" and "own" for each ten thousand words of comments, docstrings and messages; docstrings of
+#: functions, other than properties and hooks of a loop ("After …"), that begin with no verb.
+MEASURES = ("vague", "packed", "splat", "long", "what", "where", "own", "noun")
 #: Figures that were reached, by package of ``src/lockstep``: lower them with each change, never raise them.
 LIMITS: dict[str, tuple[float, ...]] = {
-    "all": (0.8, 0.2, 0, 21, 0, 0, 1),
-    "_compat": (0, 0, 0, 0, 0, 0, 0),
-    "api": (0, 0, 0, 1, 0, 0, 0),
-    "audit": (0, 0, 0, 1, 0, 0, 0),
-    "checkpoint": (0, 0, 0, 0, 0, 0, 0),
-    "cli": (0, 0, 0, 2, 0, 0, 0),
-    "config": (0, 0, 0, 0, 0, 0, 0),
-    "data": (0, 1, 0, 0, 0, 0, 0),
-    "engine": (0, 0, 0, 2, 0, 0, 2.5),
-    "events.py": (0, 0, 0, 0, 0, 0, 0),
-    "hardware": (0, 0, 0, 0, 0, 0, 0),
-    "lab": (1.8, 0, 0, 5, 0, 0, 0),
-    "launch": (2, 0, 0, 3, 0, 0, 1.3),
-    "lightning": (0, 0.5, 0, 1, 0, 0, 5),
-    "planning": (0.9, 0, 0, 1, 0, 0, 0),
-    "readers": (0, 0, 0, 0, 0, 0, 0),
-    "recipes": (0, 0, 0, 3, 0, 0, 0),
-    "rundir": (0.6, 0, 0, 0, 0, 0, 0),
-    "strategies.py": (0, 0, 0, 0, 0, 0, 0),
-    "studio": (1, 0, 0, 1, 0, 0, 0),
-    "tasks": (0, 0, 0, 1, 0, 0, 0),
-    "telemetry": (0, 0, 0, 0, 0, 0, 0),
-    "verification": (1.9, 0, 0, 0, 0, 0, 0),
+    "all": (0.8, 0.2, 0, 20, 0, 0, 1, 110),
+    "_compat": (0, 0, 0, 0, 0, 0, 0, 0),
+    "api": (0, 0, 0, 1, 0, 0, 0, 0),
+    "audit": (0, 0, 0, 1, 0, 0, 0, 12),
+    "checkpoint": (0, 0, 0, 0, 0, 0, 0, 0),
+    "cli": (0, 0, 0, 2, 0, 0, 0, 0),
+    "config": (0, 0, 0, 0, 0, 0, 0, 0),
+    "data": (0, 1, 0, 0, 0, 0, 0, 0),
+    "engine": (0, 0, 0, 2, 0, 0, 2.5, 45),
+    "events.py": (0, 0, 0, 0, 0, 0, 0, 0),
+    "hardware": (0, 0, 0, 0, 0, 0, 0, 0),
+    "lab": (1.8, 0, 0, 5, 0, 0, 0, 0),
+    "launch": (2, 0, 0, 2, 0, 0, 1.3, 0),
+    "lightning": (0, 0.5, 0, 1, 0, 0, 5, 0),
+    "planning": (0.9, 0, 0, 1, 0, 0, 0, 0),
+    "readers": (0, 0, 0, 0, 0, 0, 0, 0),
+    "recipes": (0, 0, 0, 3, 0, 0, 0, 0),
+    "rundir": (0.6, 0, 0, 0, 0, 0, 0, 0),
+    "strategies.py": (0, 0, 0, 0, 0, 0, 0, 0),
+    "studio": (1, 0, 0, 1, 0, 0, 0, 55),
+    "tasks": (0, 0, 0, 1, 0, 0, 0, 0),
+    "telemetry": (0, 0, 0, 0, 0, 0, 0, 0),
+    "verification": (1.9, 0, 0, 0, 0, 0, 0, 0),
 }
 
 VAGUE_NAMES = {
     *("asked", "begun", "came", "found", "given", "held", "how", "kept", "known", "least", "middle", "most", "one"),
+    *("demands", "everyones", "fitting", "mine"),
     *("others", "own", "place", "said", "seen", "these", "those", "told", "wanted", "what", "where", "why"),
 }
 MAX_PARAMETERS = 6
+#: Words that begin a docstring without a verb.
+NOUN_BEGINNINGS = {
+    *("a", "all", "an", "as", "both", "each", "every", "everything", "from", "how", "in", "inside", "its", "no", "of"),
+    *("on", "one", "such", "that", "the", "these", "this", "those", "to", "two", "what", "whatever", "where"),
+    *("whether", "which", "while", "why", "with", "raises", "returns", "yields"),
+}
 #: Calls whose keywords are a user's or data: a signature's, a saved array's or field's name, Lightning's ``max_time``.
 TAKE_ANY = {"bind", "savez", "create_model", "update", "timedelta", "Trainer", "Config"}
 PHRASES = {
@@ -96,6 +104,8 @@ def _names(tree: ast.Module) -> Iterator[str]:
         parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         if len([p for p in parameters if p.arg not in ("self", "cls")]) > MAX_PARAMETERS:
             yield "long"
+        if _begins_with_noun(function):
+            yield "noun"
     for node in ast.walk(tree):
         name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else None
         if name in VAGUE_NAMES:
@@ -105,6 +115,12 @@ def _names(tree: ast.Module) -> Iterator[str]:
                 yield "packed"
         elif isinstance(node, ast.keyword) and node.arg is None and id(node) not in forwarded:
             yield from ["splat"] * isinstance(node.value, ast.Name | ast.Attribute)
+
+
+def _begins_with_noun(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    is_property = any(ast.unparse(decorator).endswith("property") for decorator in function.decorator_list)
+    first_word = (ast.get_docstring(function) or "").partition(" ")[0].rstrip(",:").lower()
+    return not is_property and (first_word in NOUN_BEGINNINGS or first_word.startswith(("``", ":")))
 
 
 def _forwarded(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.keyword]:

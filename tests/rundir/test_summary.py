@@ -67,8 +67,11 @@ def test_the_best_evaluation_is_compared_once(tmp_path: Path, capsys: pytest.Cap
     runs = [make_run(tmp_path / name) for name in ("a", "b")]
     for run in runs:
         run.update(best_metric={"val_loss": 0.25}, final_metrics={"val_loss": 0.25, "test_loss": 0.5})
+    losses = [{"epoch": epoch, "step": 10 * epoch, "attempt": 1, "val_loss": 0.125 + 0.125 * epoch} for epoch in (1, 2)]
+    runs[1].write_epochs(losses)
     results = compare(runs).results
     assert (results["best val_loss"], results["final test_loss"]) == ([0.25, 0.25], [0.5, 0.5])
+    assert results["last val_loss"] == [None, 0.375], "the newest evaluation stands beside the best"
     assert "final val_loss" not in results
     assert main(["show", str(runs[0].path)]) == 0
     assert capsys.readouterr().out.count("val_loss") == 1

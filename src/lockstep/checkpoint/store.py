@@ -353,12 +353,12 @@ class CheckpointStore:
 
         A checkpoint that was set aside is removed once there is one of its step or a later one.
         """
-        there = self.steps()
-        unwanted = sorted(set(there) - {*keep, self.step_of("last"), self.step_of("best")})
+        steps = self.steps()
+        unwanted = sorted(set(steps) - {*keep, self.step_of("last"), self.step_of("best")})
         names = [name for step in unwanted for name in (folder_name(step) + REPLACED, folder_name(step))]
         for name in names_in(self.folder):
             step = step_in(name.removesuffix(BROKEN))
-            if name.endswith(BROKEN) and step is not None and step <= max(there, default=-1):
+            if name.endswith(BROKEN) and step is not None and step <= max(steps, default=-1):
                 names.append(name)
         for name in names:
             with storing(self.folder / name):

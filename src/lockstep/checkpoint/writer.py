@@ -254,16 +254,16 @@ class ShardedStore(CheckpointStore):
         step = snapshot.step
         name: str | LockstepError = ""
         try:
-            with _together(step):
+            with _agreement(step):
                 name = self._ranks.broadcast(
                     self._tried(step, lambda: self._begin(step).name) if self._is_main else name
                 )
             building = self.folder / _ok(name)
             part = self._tried(step, lambda: self._write_part(building, snapshot))
-            with _together(step):
+            with _agreement(step):
                 parts = self._ranks.gather(part)
             done = None if parts is None else self._tried(step, lambda: self._finish(building, snapshot, parts, best))
-            with _together(step):
+            with _agreement(step):
                 done = self._ranks.broadcast(done)
             assert done is not None, "the first rank has the parts"
             _ok(done)
@@ -314,7 +314,8 @@ def _ok(outcome: T | LockstepError) -> T:
 
 
 @contextlib.contextmanager
-def _together(step: int) -> Iterator[None]:
+def _agreement(step: int) -> Iterator[None]:
+    """Raise :class:`CollectiveError` when the ranks lose each other in the body."""
     try:
         yield
     except RuntimeError as error:  # gloo's: a lost connection, or a time-out

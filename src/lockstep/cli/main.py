@@ -183,16 +183,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_working_folder() -> None:
     """Raise :class:`UsageError` if the working folder is gone, or is a run folder with settings of a library."""
     try:
-        here = Path.cwd()
+        working_folder = Path.cwd()
     except FileNotFoundError as error:
         raise UsageError(
             "the working folder was removed", why="relative paths and torch's libraries need one", fix="cd to another"
         ) from error
-    for file in (here / name for name in _LIBRARY_CONFIG_FILES):
+    for file in (working_folder / name for name in _LIBRARY_CONFIG_FILES):
         if file.exists():
             from lockstep.rundir.files import is_in_run_folder
 
-            if is_in_run_folder(here):
+            if is_in_run_folder(working_folder):
                 raise UsageError(
                     f"{file} is in a run folder",
                     why="a library would read its settings there; a run folder is data",

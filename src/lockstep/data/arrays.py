@@ -415,11 +415,11 @@ def _gathered(dataset: Any, indices: Positions) -> list[Tensor]:
     starts = [0, *dataset.cumulative_sizes]
     whole: list[Tensor] = []
     for part in np.unique(parts).tolist():
-        mine = np.flatnonzero(parts == part)
-        rows = _gathered(dataset.datasets[part], indices[mine] - starts[part])
+        rows_of_part = np.flatnonzero(parts == part)
+        rows = _gathered(dataset.datasets[part], indices[rows_of_part] - starts[part])
         whole = whole or [row.new_empty((len(indices), *row.shape[1:])) for row in rows]
         for column, row in zip(whole, rows, strict=True):
-            column.index_copy_(0, torch.from_numpy(mine), row)
+            column.index_copy_(0, torch.from_numpy(rows_of_part), row)
     return whole
 
 

@@ -160,9 +160,9 @@ class MixtureOrder(BlockOrder):
         number = stage.drawn[parts] + rounds * stage.each[parts] + stage.before[places]
         indices = np.empty(stop - start, np.int64)
         for part in np.unique(parts).tolist():
-            mine = np.flatnonzero(parts == part)
-            first = int(number[mine[0]])
-            indices[mine] = self._offsets[part] + self._parts[part].run(first, first + len(mine))
+            rows_of_part = np.flatnonzero(parts == part)
+            first = int(number[rows_of_part[0]])
+            indices[rows_of_part] = self._offsets[part] + self._parts[part].run(first, first + len(rows_of_part))
         return indices
 
 

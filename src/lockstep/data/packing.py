@@ -100,10 +100,10 @@ class Packed:
             start = int(self._starts[piece])
             size = int(self._sizes[piece])
             whole = self._tokens(int(self._documents[piece]))
-            mine = slice(offset, offset + size)
-            tokens[mine] = whole[start : start + size]
-            documents[mine] = number
-            positions[mine] = np.arange(size)
+            span = slice(offset, offset + size)
+            tokens[span] = whole[start : start + size]
+            documents[span] = number
+            positions[span] = np.arange(size)
             offset += size
         columns = {"tokens": tokens, "documents": documents, "positions": positions}
         return {name: torch.from_numpy(column.copy()) for name, column in columns.items()}
@@ -169,8 +169,8 @@ def document_mask(documents: Tensor) -> Tensor:
 
     It has no causal part; padding attends to nothing.
     """
-    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
-    return same & (documents > 0).unsqueeze(-1)
+    same_document = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+    return same_document & (documents > 0).unsqueeze(-1)
 
 
 def causal_mask(documents: Tensor) -> Tensor:

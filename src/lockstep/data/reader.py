@@ -265,9 +265,9 @@ class Reader:
         self._readable = items[-1:] or self._readable
         if not 0 < len(items) < min(self._least, len(numbers)):
             return items
-        few = DataError(f"left out: the model has BatchNorm, which needs {self._least} samples in a micro-batch")
+        too_few = DataError(f"left out: the model has BatchNorm, which needs {self._least} samples in a micro-batch")
         for index in readable:
-            self._leave_out(index, few)
+            self._leave_out(index, too_few)
         return []
 
     def _leave_out(self, index: int, error: Exception) -> None:
@@ -327,8 +327,8 @@ class Reader:
             name = type(self._dataset).__name__
             numbers = indices.tolist()
             none = [index for index, item in zip(numbers, items or (), strict=False) if item is None]
-            few = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
-            problem = f"collating samples {few} of {name} failed"
+            listed = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+            problem = f"collating samples {listed} of {name} failed"
             fix = _FIX
             if none:
                 problem = f"sample {none[0]} of {name} is None"
@@ -347,10 +347,10 @@ class Reader:
             kind = kind_of_batch(items)
             self._kind = kind if self._kind is None else joined_kind(self._kind, kind, same_keys=False)
         except MixedKindsError as error:
-            few = ", ".join(map(str, indices[:8].tolist())) + (", …" if len(indices) > 8 else "")
+            listed = ", ".join(map(str, indices[:8].tolist())) + (", …" if len(indices) > 8 else "")
             raise SampleError(
                 f"{error}, in {type(self._dataset).__name__}",
-                why=f"the dtype of a batch would depend on the samples in it (seen at samples {few})",
+                why=f"the dtype of a batch would depend on the samples in it (seen at samples {listed})",
                 fix="give it one type in all samples, such as float(x), or write Task.collate (or pass collate=)",
             ) from None
 

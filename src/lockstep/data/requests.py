@@ -87,10 +87,11 @@ def _layout(
 ) -> tuple[tuple[tuple[int, int, int, bool], ...], bool]:
     """Return ``(part, start, stop, ghost)`` of the micro-batches in a window of ``size``; whether it is irregular."""
     shares = batch.split(size)
-    mine = shares[rank]
+    spans = shares[rank]
     max_parts = max(map(len, shares))
-    first = 0 if batch.lanes is None else rank * len(mine)  # lanes are numbered through all ranks
-    parts = [(first + number, *span, False) for number, span in enumerate((*mine, *[(0, 0)] * (max_parts - len(mine))))]
+    first = 0 if batch.lanes is None else rank * len(spans)  # lanes are numbered through all ranks
+    padded = (*spans, *[(0, 0)] * (max_parts - len(spans)))
+    parts = [(first + number, *span, False) for number, span in enumerate(padded)]
     if batch.lanes is None or ghosts:
         parts = [part if part[1] < part[2] else (part[0], 0, batch.least_part, True) for part in parts]
     irregular = any(len(share) != max_parts or any(a == b for a, b in share) for share in shares)

@@ -25,9 +25,9 @@ def run_attempt(attempt: Attempt, task: Task, datasets: Datasets | None = None) 
     with contextlib.closing(sink), contextlib.ExitStack() as ending:
         try:
             with join_ranks(attempt, ending) as rank:
-                fitting = runner_of(task).fitting(rank, datasets, ending)
-                log = fitting.log
-                return fitting.run()
+                fit = runner_of(task).fitting(rank, datasets, ending)
+                log = fit.log
+                return fit.run()
         except BaseException as error:
             record_failure(sink, log, error)
             raise

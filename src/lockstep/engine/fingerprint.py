@@ -90,23 +90,23 @@ class _Split(NamedTuple):
     def is_like(self, other: _Split) -> bool:
         """Return whether both may be of the same data: the samples that both ranks read, without what varies."""
         ignored = self.unstable | other.unstable
-        common = [(self.fields[index], other.fields[index]) for index in self.fields.keys() & other.fields.keys()]
-        parts = ({item for item in mine.items() ^ theirs.items() if item[0] not in ignored} for mine, theirs in common)
-        return self[:2] == other[:2] and not any(parts)
+        common = self.fields.keys() & other.fields.keys()
+        differing = {name for index in common for name, _ in self.fields[index].items() ^ other.fields[index].items()}
+        return self[:2] == other[:2] and differing <= ignored
 
 
 def check_same_data(datasets: Datasets, collectives: Collectives) -> None:
     """Raise :class:`DataError` where a rank has opened other data than rank 0. Collective."""
     named = {f"val {name}": part for name, part in datasets.named.items()} or {"val": datasets.val}
     splits = {"train": datasets.train, **named, "test": datasets.test}
-    mine = {name: _split_of(dataset) for name, dataset in splits.items() if dataset is not None}
-    first, *other_ranks = collectives.all_gather(mine)
+    local_splits = {name: _split_of(dataset) for name, dataset in splits.items() if dataset is not None}
+    first, *other_ranks = collectives.all_gather(local_splits)
     for rank, other in enumerate(other_ranks, 1):
         for name in {**first, **other}:
-            here = first.get(name)
-            there = other.get(name)
-            if here is None or there is None or not here.is_like(there):
-                counts = [0 if split is None else split.samples for split in (here, there)]
+            expected = first.get(name)
+            actual = other.get(name)
+            if expected is None or actual is None or not expected.is_like(actual):
+                counts = [0 if split is None else split.samples for split in (expected, actual)]
                 others_text = f"{counts[1]} samples, rank 0 has {counts[0]}"
                 if counts[0] == counts[1]:
                     others_text = f"the samples of rank 0 in another order, or others, {counts[0]} as well"
@@ -125,11 +125,11 @@ def _split_of(dataset: Any) -> _Split:
     return _Split(len(dataset), "", *_read_probes(dataset, hashlib.sha256(), skips=True, limit_s=AGAIN_S))
 
 
-def same_data(saved: str, here: str) -> bool:
+def same_data(saved: str, present: str) -> bool:
     """Return whether two fingerprints may be of the same data; of one that leaves something out, the length must do."""
-    if ("~" in saved) != ("~" in here):
-        return saved.partition(":")[0] == here.partition(":")[0]
-    return saved == here
+    if ("~" in saved) != ("~" in present):
+        return saved.partition(":")[0] == present.partition(":")[0]
+    return saved == present
 
 
 def _fields(sample: Any) -> dict[str, bytes]:

@@ -207,11 +207,12 @@ def checked_sum(total: Any, count: Any, weight: Any, samples: int | None) -> tup
     total = total.float() if total.itemsize < 4 else total  # before a mean is multiplied
     items = items.detach().reshape(()) if isinstance(items, Tensor) else float(items)
     if samples is not None:
-        _check_graph(total, float(items), samples, is_sum=weight is None)
+        _check_denominator(total, float(items), samples, is_sum=weight is None)
     return (total, items) if weight is None else (total * items, items)
 
 
-def _check_graph(total: Tensor, items: float, samples: int, *, is_sum: bool) -> None:
+def _check_denominator(total: Tensor, items: float, samples: int, *, is_sum: bool) -> None:
+    """Raise :class:`TaskError` where the graph of ``total`` shows a mean beside a count, or a mean has no weight."""
     if not is_sum and not items and bool(total.detach().abs() > 0):
         raise TaskError(
             "backward() was given weight=0",

@@ -158,9 +158,9 @@ def pins(device: torch.device, plan: Plan) -> dict[str, Any]:
     }
 
 
-def check_pins(saved: dict[str, Any], here: dict[str, Any]) -> None:
+def check_pins(saved: dict[str, Any], present: dict[str, Any]) -> None:
     """Refuse to resume an exact run where bits would differ."""
-    differing = [f"{key} {saved.get(key)!r} → {value!r}" for key, value in here.items() if saved.get(key) != value]
+    differing = [f"{key} {saved.get(key)!r} → {value!r}" for key, value in present.items() if saved.get(key) != value]
     if differing:
         raise CheckpointError(
             "this run is exact, and results would differ in bits here",

@@ -127,14 +127,14 @@ def check_fits(manifest: dict[str, Any], plan: Plan, *, makes_data: bool = False
     ``makes_data``: the run makes its data in each epoch. ``remedy``: another fix for different data.
     """
     saved = str(manifest.get("fingerprint"))
-    here = plan.task.fingerprint
-    same_length = saved.partition(":")[0] == here.partition(":")[0]
+    present = plan.task.fingerprint
+    same_length = saved.partition(":")[0] == present.partition(":")[0]
     accepted = makes_data or (same_length and saved == plan.accepted_data)
-    if not accepted and not same_data(saved, here):
+    if not accepted and not same_data(saved, present):
         accepts = "; to resume with these data, add --accept-data" if same_length else ""
         raise CheckpointError(
             "the training data is not that of this run",
-            why=f"its fingerprint (length and a hash of some samples) was {saved}, here it is {here}",
+            why=f"its fingerprint (length and a hash of some samples) was {saved}, here it is {present}",
             fix=f"point data.data_dir at the same data, or start a new run with --init-from{accepts}{remedy}",
         )
     version = manifest.get("order_version")

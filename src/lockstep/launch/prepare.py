@@ -165,9 +165,9 @@ def _preset_threads(placement: Placement, cores: int) -> tuple[int, str] | None:
     threads = os.environ.get(variables.get(read_world(os.environ).launcher, ""), "")
     if threads.isdecimal() and int(threads):
         return int(threads), "OMP_NUM_THREADS"
-    here = torch.get_num_threads()
-    if placement.world_size == 1 and here < cores:
-        return here, "torch.get_num_threads() of this process"
+    preset = torch.get_num_threads()
+    if placement.world_size == 1 and preset < cores:
+        return preset, "torch.get_num_threads() of this process"
     return None
 
 

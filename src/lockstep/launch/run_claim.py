@@ -223,7 +223,7 @@ def changed_config(
 
 
 def _refuse_edits(file: Path, old: Mapping[str, Any], edited: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """``new``: ``old`` with the changes of the user."""
+    """Refuse edits of a run's settings that its resume ignores; ``new``: ``old`` with the changes of the user."""
     keys = [key for key in {**old, **edited} if edited.get(key) != old.get(key) == new.get(key)]
     settable = [key for key in keys if not key.startswith(("task.", "training.seed", "training.lanes"))]
     if keys:

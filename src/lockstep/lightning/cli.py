@@ -63,9 +63,9 @@ def run(
         )
     options |= {"args": sys.argv[1:] if args is None else args}
     options |= {"model_class": model_class, "datamodule_class": datamodule_class}
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # classes are named as seen from here
+    working_folder = str(Path.cwd())
+    if working_folder not in sys.path:
+        sys.path.insert(0, working_folder)  # classes are named as seen from here
     try:
         try:
             cli_class(**options)

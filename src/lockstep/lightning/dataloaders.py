@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
     start: int
     stop: int
-    mine: tuple[Span, ...]
+    micro_batches: tuple[Span, ...]
 
 
 def epoch_steps(batch: BatchPlan, rank: int, position: int) -> Iterator[Step]:
@@ -57,9 +57,8 @@ def epoch_steps(batch: BatchPlan, rank: int, position: int) -> Iterator[Step]:
                 fix="resume on as many devices as before, or on one, until the epoch is over",
             )
         first, stop = shares[rank]
-        micro_batches = parts(stop - first, batch.accumulate, batch.least_part)
-        mine = tuple((start + first + a, start + first + b) for a, b in micro_batches)
-        yield Step(start, position, mine)
+        spans = parts(stop - first, batch.accumulate, batch.least_part)
+        yield Step(start, position, tuple((start + first + a, start + first + b) for a, b in spans))
 
 
 def used_batches(state: TrainState, batch: BatchPlan) -> int:
@@ -86,7 +85,7 @@ class OrderedBatches:
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self._state.epoch
         steps = epoch_steps(self._batch, self._rank, self._state.position)
-        return (self._order.slice(epoch, *span).tolist() for step in steps for span in step.mine)
+        return (self._order.slice(epoch, *span).tolist() for step in steps for span in step.micro_batches)
 
 
 class KeptOrder:

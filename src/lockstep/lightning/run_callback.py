@@ -127,14 +127,14 @@ class RunLogCallback(Checkpoint):
         step = self._step
         every = self._rank.config.validation
         assert step is not None
-        start, stop = step.mine[self._micro]
+        start, stop = step.micro_batches[self._micro]
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
             # The Trainer has divided it for the accumulation.
             self._returns_loss = True
             self._losses.append((loss.detach() * trainer.accumulate_grad_batches, stop - start))
         self._micro += 1
-        stepped = self._micro == len(step.mine)
+        stepped = self._micro == len(step.micro_batches)
         if stepped:
             self._finish_step(trainer, step)
             self._step = None
@@ -215,7 +215,7 @@ class RunLogCallback(Checkpoint):
 
     def _finish_step(self, trainer: pl.Trainer, step: Step) -> None:
         state = self._state
-        state.advance(len(step.mine), step.stop - step.start, state.epoch, step.stop)
+        state.advance(len(step.micro_batches), step.stop - step.start, state.epoch, step.stop)
         assert self.averages is not None
         self.averages.update(state.step)
         self._log.step(step.stop - step.start, self._waited_s)

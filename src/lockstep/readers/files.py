@@ -117,8 +117,8 @@ def find_files(files: Files, suffixes: tuple[str, ...]) -> list[str]:
         if "://" in name:
             system, path = file_system(name)
             path = f"{path.rstrip('/')}/**" if system.isdir(path) else path
-            there = sorted(system.glob(path)) if glob.has_magic(path) else [path]
-            names += [system.unstrip_protocol(n) for n in there if n.lower().endswith(suffixes) or n == path]
+            paths = sorted(system.glob(path)) if glob.has_magic(path) else [path]
+            names += [system.unstrip_protocol(n) for n in paths if n.lower().endswith(suffixes) or n == path]
         elif Path(name).is_dir():
             names += inside(name, suffixes)
         elif glob.has_magic(name) and not Path(name).exists():

@@ -375,10 +375,10 @@ class RunDir:
 
     def read(self) -> RunRecord:
         if not os.path.lexists(self.run_file):
-            there = os.path.lexists(self.path)
+            exists = os.path.lexists(self.path)
             raise RunFolderError(
-                f"{self.path} is not a run folder" if there else f"there is no run folder {self.path}",
-                why="it has no run.json" if there else "",
+                f"{self.path} is not a run folder" if exists else f"there is no run folder {self.path}",
+                why="it has no run.json" if exists else "",
                 fix="`lockstep runs` lists the runs",
             )
         return parse_record(read_json(self.run_file, max_bytes=_MAX_RECORD_BYTES), self.run_file)

@@ -178,14 +178,14 @@ class Mirror:
         while thread.is_alive() and time.monotonic() < deadline:
             pulse.goes_on()
             problem = f" ({self.failure})" if self.failure else ""
-            self._report(f"mirror: {self._left()} to copy to {self.url}{problem}")
+            self._report(f"mirror: {self._describe_unsent()} to copy to {self.url}{problem}")
             thread.join(max(0.0, min(PROGRESS_S, deadline - time.monotonic())))
         if thread.is_alive():
             self._abandoned.set()
             self._wake.set()
             self._report(
-                f"warning: {self._left()} have not reached {self.url} in {wait_s:g} s: they are in {self.folder}, and "
-                "resuming the run from there copies them"
+                f"warning: {self._describe_unsent()} have not reached {self.url} in {wait_s:g} s: they are in "
+                f"{self.folder}, and resuming the run from there copies them"
             )
         self._closing.clear()
         return not thread.is_alive() and not self.failure
@@ -284,7 +284,7 @@ class Mirror:
         """Send a checkpoint, its manifest last; nothing if it is retired before its files could be held."""
         folder = self.folder / CHECKPOINTS / name
         remote_folder = f"{CHECKPOINTS}/{name}"
-        with _held(folder) as source:
+        with _linked(folder) as source:
             try:
                 manifest = (source / MANIFEST).read_bytes()
                 self._published.pop(name, None)
@@ -372,16 +372,16 @@ class Mirror:
         if self._sent.get(name) == mark:
             return
         # Frozen weights, of which checkpoints have hard links, are copied there.
-        same = next((other for other, sent in self._sent.items() if sent == mark and is_weights(name)), None)
+        sent_name = next((other for other, sent in self._sent.items() if sent == mark and is_weights(name)), None)
         try:
-            if same is None:
+            if sent_name is None:
                 raise FileNotFoundError
-            remote.copy(same, name)
+            remote.copy(sent_name, name)
         except FileNotFoundError:
             remote.put(file, name)
         self._sent[name] = mark
 
-    def _left(self) -> str:
+    def _describe_unsent(self) -> str:
         """Describe the files that are not at the mirror: their number and size."""
         sizes = []
         for file in self._files():
@@ -400,7 +400,7 @@ def _mark(file: Path) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[Path]:
+def _linked(folder: Path) -> Iterator[Path]:
     """Link a checkpoint's files, which then outlive it, or yield the folder itself without hard links."""
     links = folder.with_name(temporary_name(folder.name))
     try:

@@ -203,8 +203,10 @@ def _results(run_summaries: Sequence[Mapping[str, Any]], plans: Sequence[Mapping
         "best epoch": [summary["best_epoch"] for summary in run_summaries],
     }
     bests = [summary["best_metric"] for summary in run_summaries]
+    newest_rows = [summary["last_epoch"] or {} for summary in run_summaries]
+    lasts = [{name: row.get(name) for name in best} for row, best in zip(newest_rows, bests, strict=True)]
     finals = [final_values(summary) for summary in run_summaries]
-    for prefix, metrics in (("best", bests), ("final", finals)):
+    for prefix, metrics in (("best", bests), ("last", lasts), ("final", finals)):
         for name in dict.fromkeys(name for values in metrics for name in values):
             rows[f"{prefix} {name}"] = [values.get(name) for values in metrics]
     return {name: values for name, values in rows.items() if any(value not in (None, "") for value in values)}
@@ -260,9 +262,9 @@ def find_run(ref: str, runs_dir: Path) -> RunDir:
         raise RunFolderError("no run was named", fix="give a folder, an id, the beginning of an id, or `last`")
     if is_url(ref):
         return Copy(ref).refresh()
-    here = Path(ref).expanduser()
-    if os.sep in ref or os.path.lexists(here / "run.json"):
-        return RunDir.open(here)
+    path = Path(ref).expanduser()
+    if os.sep in ref or os.path.lexists(path / "run.json"):
+        return RunDir.open(path)
     runs = read_runs(runs_dir)
     if ref == "last" and runs:
         return runs[0][0]
@@ -276,8 +278,8 @@ def find_run(ref: str, runs_dir: Path) -> RunDir:
             f"{ref!r} means several runs: {', '.join(ids[:5])}" + (f" and {len(ids) - 5} more" if len(ids) > 5 else ""),
             fix="give more of the id, or the folder",
         )
-    if is_folder(here):
-        return RunDir.open(here)
+    if is_folder(path):
+        return RunDir.open(path)
     close = difflib.get_close_matches(ref, [record.id for _, record in runs], n=1)
     listed = "see `lockstep runs`; a run saved with --save-dir is named by its folder"
     raise RunFolderError(

@@ -285,7 +285,7 @@ def _fitting_forms(parts: Sequence[_Part], tolerance: float) -> list[_Form] | No
     forms = [
         form for form, counts in candidates.items() if all(map(_is_proportional, divisors.values(), repeat(counts)))
     ]
-    fitting = list[_Form]()
+    fitting_forms = list[_Form]()
     for form in (*forms, "sum"):
         losses = [_sum(part.value, part.terms, part.rows, form) for part in parts]
         totals = [loss.total.item() for loss in losses]
@@ -293,8 +293,8 @@ def _fitting_forms(parts: Sequence[_Part], tolerance: float) -> list[_Form] | No
             return None
         is_sum_of_parts = _adds_up(totals, tolerance) and _adds_up([float(loss.count) for loss in losses], tolerance)
         if is_sum_of_parts and _gradients_are_equal(losses, [part.outputs for part in parts], tolerance):
-            fitting.append(form)
-    return fitting
+            fitting_forms.append(form)
+    return fitting_forms
 
 
 def _divisors(terms: Sequence[Sequence[Term]]) -> dict[_Form, list[float]]:

@@ -93,9 +93,9 @@ def inherits(kind: type, name: str) -> bool:
 def find_class(name: str) -> type:
     """Import the class at ``path/to/file.py:Class`` or ``package.module:Class``."""
     module_name, _, attribute = name.rpartition(":")
-    here = Path.cwd()
-    if not is_in_run_folder(here):  # files of a run are not code
-        _search(here, module_name)  # as `python -m` does; a console script has its folder instead
+    working_folder = Path.cwd()
+    if not is_in_run_folder(working_folder):  # files of a run are not code
+        _search(working_folder, module_name)  # as `python -m` does; a console script has its folder instead
     module = _imported(module_name)
     kind = getattr(module, attribute, None)
     if not isinstance(kind, type):

@@ -253,7 +253,7 @@ class MlflowSink(Logger):
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        with _files_allowed(self._uri):
+        with _file_store_allowed(self._uri):
             client = self._client = MlflowClient(tracking_uri=self._uri)
         name = self._config.telemetry.mlflow_experiment
         experiment = client.get_experiment_by_name(name)
@@ -302,15 +302,15 @@ def _allowed(name: str) -> str:
 
 
 @contextmanager
-def _files_allowed(uri: str) -> Iterator[None]:
+def _file_store_allowed(uri: str) -> Iterator[None]:
     """Allow MLflow 3 a store of plain files, which ``uri`` names and which it opens only on demand."""
     variable = "MLFLOW_ALLOW_FILE_STORE"
-    demands = urlparse(uri).scheme in {"", "file"} and variable not in os.environ
+    sets_variable = urlparse(uri).scheme in {"", "file"} and variable not in os.environ
     try:
-        os.environ |= {variable: "true"} if demands else {}
+        os.environ |= {variable: "true"} if sets_variable else {}
         yield
     finally:
-        if demands:
+        if sets_variable:
             del os.environ[variable]
 
 

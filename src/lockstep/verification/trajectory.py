@@ -93,10 +93,10 @@ class Trajectory:
 
     def furthest_parameter(self, other: Trajectory, step: int) -> str | None:
         """Return the parameter that is furthest from that of ``other`` after ``step``, relative to its size."""
-        ours, theirs = (run.weights[step].astype(np.float64) for run in (self, other))
-        if not self.sizes or len(ours) != len(theirs):
+        weights, other_weights = (run.weights[step].astype(np.float64) for run in (self, other))
+        if not self.sizes or len(weights) != len(other_weights):
             return None
-        return list(self.sizes)[int(np.argmax(_ratio(self._norms(ours - theirs), self._norms(ours))))]
+        return list(self.sizes)[int(np.argmax(_ratio(self._norms(weights - other_weights), self._norms(weights))))]
 
     def moved_by_rounding(self, other: Trajectory) -> list[str]:
         """Return the parameters whose first step differs from that of ``other``, a run of equal meaning.
@@ -104,10 +104,10 @@ class Trajectory:
         Their gradient is rounding alone, of which an optimizer such as Adam makes a step of the usual size. The
         difference is compared with the step of all weights, since a small one hides nothing.
         """
-        ours, theirs = (run.weights[1].astype(np.float64) for run in (self, other))
-        distance = self._norms(ours - theirs)
-        is_moved = distance > NOT_ROUNDING * np.linalg.norm(ours - self.weights[0])
-        is_beyond_resolution = distance > ROUNDING * self._norms(ours)
+        weights, other_weights = (run.weights[1].astype(np.float64) for run in (self, other))
+        distance = self._norms(weights - other_weights)
+        is_moved = distance > NOT_ROUNDING * np.linalg.norm(weights - self.weights[0])
+        is_beyond_resolution = distance > ROUNDING * self._norms(weights)
         return [name for name, is_noise in zip(self.sizes, is_moved & is_beyond_resolution, strict=True) if is_noise]
 
     def without(self, parameters: Collection[str]) -> Trajectory:
@@ -183,8 +183,8 @@ def divergence(ranks: Sequence[Mapping[str, NDArray[Any]]]) -> Divergence | None
     if row % 2 == 0:
         return Divergence(rank, step, name, "hook")
     norms = [columns["grad_norm"][step - 1] for columns in (main, ranks[rank])]
-    same = norms[0] == norms[1] or np.isnan(norms).all()
-    return Divergence(rank, step, name, "optimizer" if same else "gradient")
+    same_gradient = norms[0] == norms[1] or np.isnan(norms).all()
+    return Divergence(rank, step, name, "optimizer" if same_gradient else "gradient")
 
 
 def _first_apart(ranks: Sequence[Mapping[str, NDArray[Any]]], name: str) -> tuple[int, int, int] | None:
@@ -205,13 +205,13 @@ def gap_between(first: Trajectory, second: Trajectory) -> Gap:
     steps = min(len(first), len(second))
     pairs = zip(first.validation, second.validation, strict=False)
     losses = [(x["val_loss"], y["val_loss"]) for x, y in pairs if "val_loss" in x and "val_loss" in y]
-    ours, theirs = np.array(losses, dtype=np.float64).reshape(-1, 2).T
+    first_losses, second_losses = np.array(losses, dtype=np.float64).reshape(-1, 2).T
     return {
         "loss": relative(first.loss[:steps], second.loss[:steps]),
         "gradient norm": relative(first.grad_norm[:steps], second.grad_norm[:steps]),
         "weights": _apart(first.weights[: 1 + steps], second.weights[: 1 + steps]),
         **{f"{BUFFER}{name}": _buffer_gap(first, second, name) for name in first.buffers if name in second.buffers},
-        "validation loss": relative(ours, theirs),
+        "validation loss": relative(first_losses, second_losses),
     }
 
 
@@ -219,8 +219,8 @@ def _buffer_gap(first: Trajectory, second: Trajectory, name: str) -> Floats:
     """Return :func:`_apart` for each merge of ``first``; 0 for merges that ``second`` does not have."""
     gap = np.zeros(len(first.merged) - 1)
     shared = [index for index, step in enumerate(first.merged) if step in second.merged]
-    theirs = [second.merged.index(first.merged[index]) for index in shared]
-    gap[np.array(shared[1:], dtype=int) - 1] = _apart(first.buffers[name][shared], second.buffers[name][theirs])
+    partners = [second.merged.index(first.merged[index]) for index in shared]
+    gap[np.array(shared[1:], dtype=int) - 1] = _apart(first.buffers[name][shared], second.buffers[name][partners])
     return gap
 
 
@@ -236,8 +236,8 @@ def _apart(first: NDArray[np.float32], second: NDArray[np.float32]) -> Floats:
 
 def relative(a: Floats, b: Floats) -> Floats:
     """Return |a - b| / max(|a|, |b|): 0 for equal values or two NaN, infinite for a number and NaN."""
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    return np.where(same, 0.0, _ratio(np.abs(a - b), np.maximum(np.abs(a), np.abs(b))))
+    is_equal = (a == b) | (np.isnan(a) & np.isnan(b))
+    return np.where(is_equal, 0.0, _ratio(np.abs(a - b), np.maximum(np.abs(a), np.abs(b))))
 
 
 def _ratio(distance: Floats, scale: Floats) -> Floats:

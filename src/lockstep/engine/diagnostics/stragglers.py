@@ -180,14 +180,14 @@ class RankWatch:
         self._step = step
         step_s = speed.seconds / steps
         own_s = self._own.stop() if self._own is not None else math.nan
-        mine = torch.tensor([step_s, speed.data_wait_share * step_s, own_s, *memory(self._device)], dtype=torch.float64)
+        row = torch.tensor([step_s, speed.data_wait_share * step_s, own_s, *memory(self._device)], dtype=torch.float64)
         self.flush()
         if self._collectives.group is None:
-            self._pending = step, epoch, [mine], None
+            self._pending = step, epoch, [row], None
             self.flush()
             return
-        rows = [torch.empty_like(mine) for _ in range(self._collectives.size)]
-        work = dist.all_gather(rows, mine, group=self._collectives.group, async_op=True)
+        rows = [torch.empty_like(row) for _ in range(self._collectives.size)]
+        work = dist.all_gather(rows, row, group=self._collectives.group, async_op=True)
         self._pending = step, epoch, rows, work
 
     def end_epoch(self, step: int, epoch: int) -> None:

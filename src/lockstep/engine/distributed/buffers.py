@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -158,12 +159,12 @@ class Buffers:
     def _merge(self, samples: int, irregular: bool) -> None:
         means, sums, highest = (self.tensors(kind) for kind in ("mean", "sum", "max"))
         # Ranks with fewer micro-batches have advanced them less often. Rank 0 has the most.
-        same = self.tensors("same", "once") if irregular else []
+        agreed = self.tensors("same", "once") if irregular else []
         flat = self._flat
         is_first = dist.get_rank() == 0
         parts = [flat(buffer, samples > 0) * samples for buffer in means]
         parts += [flat(buffer) - flat(start) for buffer, start in zip(sums, self._starts, strict=True)]
-        parts += [flat(buffer, is_first) for buffer in same]
+        parts += [flat(buffer, is_first) for buffer in agreed]
         if parts:
             weight = torch.full((1,), samples, dtype=torch.float64, device=self._device)
             total, *reduced = all_reduce(torch.cat([weight, *parts]), None).split([1, *map(len, parts)])
@@ -172,7 +173,7 @@ class Buffers:
                 _put(buffer, next(values) / total)
             for buffer, start in zip(sums, self._starts, strict=True):
                 _put(buffer, flat(start) + next(values))
-            for buffer in same:
+            for buffer in agreed:
                 _put(buffer, next(values))
         if highest:
             parts = [flat(buffer) for buffer in highest]
@@ -200,13 +201,13 @@ class Buffers:
         now = self._undeclared()
         changed = [name for name in {**self._before, **now} if not _equal(self._before.get(name), now.get(name))]
         again = [name for name in changed if name in self._written and not _grew(self._before.get(name), now.get(name))]
-        same = {slot.name: slot.tensor for kind in ("same", "once") for slot in self._places[kind]}
-        reports = _gathered((again, [*changed, *same]))
+        agreed = {slot.name: slot.tensor for kind in ("same", "once") for slot in self._places[kind]}
+        reports = _gathered((again, [*changed, *agreed]))
         refused = [*dict.fromkeys(name for names, _ in reports for name in names)]
-        differs = _differing({name: (now | same).get(name) for _, names in reports for name in refused or names})
+        differs = _differing({name: (now | agreed).get(name) for _, names in reports for name in refused or names})
         if refused or differs is not None:
             raise _refusal(
-                refused or [str(differs)], differs in same, differs is None, self._mode == "exact", *self._made
+                refused or [str(differs)], differs in agreed, differs is None, self._mode == "exact", *self._made
             )
         self._before |= {name: _clone(now.get(name)) for name in changed}
         self._written |= {*changed}
@@ -237,7 +238,7 @@ def _rule(layer: nn.Module, attribute: str) -> str | None:
     return "once" if is_spectral_norm(layer, attribute) else None
 
 
-def _refusal(names: list[str], declared: bool, alike: bool, exact: bool, site: str, prefix: str) -> UnsupportedError:
+def _refusal(names: list[str], declared: bool, is_equal: bool, exact: bool, site: str, prefix: str) -> UnsupportedError:
     if declared:
         return UnsupportedError(
             f"the buffer {names[0]} is declared the same on all ranks, and is not",
@@ -247,7 +248,7 @@ def _refusal(names: list[str], declared: bool, alike: bool, exact: bool, site: s
     for name in names:
         path, _, attribute = name.rpartition(".")
         modules.setdefault(_joined(path, ATTRIBUTE), []).append(attribute)
-    kind = "local" if exact else "same" if alike else "mean"
+    kind = "local" if exact else "same" if is_equal else "mean"
     lines = "; ".join(f"{prefix}{path} = {dict.fromkeys(attributes, kind)}" for path, attributes in modules.items())
     summary = f"the buffer{'s' * (len(names) > 1)} {', '.join(names)} changed in training"
     if exact:
@@ -259,7 +260,7 @@ def _refusal(names: list[str], declared: bool, alike: bool, exact: bool, site: s
     agreement = "all ranks have the same values so far, which can still depend on the number of ranks"
     return UnsupportedError(
         f"{summary}, and how ranks agree on it is not declared",
-        why=agreement if alike else "each rank has changed its copy",
+        why=agreement if is_equal else "each rank has changed its copy",
         fix=f"declare {site} how it is reduced, for example {lines}. same: by the module itself, over all ranks; "
         "mean, sum or max: by Lockstep, after every step; local: left as it is, since no later batch reads it",
     )
@@ -277,8 +278,8 @@ def _clone(tensor: Tensor | None) -> Tensor | None:
 def _equal(left: Tensor | None, right: Tensor | None) -> bool:
     if left is None or right is None or left is right:
         return left is right
-    alike = left.shape == right.shape and left.dtype == right.dtype
-    return alike and torch.allclose(left, right.to(left.device), rtol=0, atol=0, equal_nan=True)
+    same_form = left.shape == right.shape and left.dtype == right.dtype
+    return same_form and torch.allclose(left, right.to(left.device), rtol=0, atol=0, equal_nan=True)
 
 
 def _grew(before: Tensor | None, now: Tensor | None) -> bool:
@@ -329,12 +330,12 @@ def first_difference(tensors: Mapping[str, Tensor], collectives: Collectives) ->
     sums = {name: bit_sum(tensor) for name, tensor in tensors.items()}
     device = next((value.device for value in sums.values()), None)
     values = torch.stack([value.to(device) for value in sums.values()]).tolist() if sums else []
-    mine = dict(zip(sums, values, strict=True))
-    if len(set(collectives.all_gather(hashlib.sha256(repr(mine).encode()).digest()))) == 1:
+    local_sums = dict(zip(sums, values, strict=True))
+    if len(set(collectives.all_gather(hashlib.sha256(repr(local_sums).encode()).digest()))) == 1:
         return None
-    everyones = collectives.all_gather(mine)
-    for name in dict.fromkeys(name for rank_sums in everyones for name in rank_sums):
-        differing = [str(rank) for rank, values in enumerate(everyones) if values.get(name) != everyones[0].get(name)]
+    rank_sums = collectives.all_gather(local_sums)
+    for name in dict.fromkeys(chain.from_iterable(rank_sums)):
+        differing = [str(rank) for rank, sums in enumerate(rank_sums) if sums.get(name) != rank_sums[0].get(name)]
         if differing:
             return f"{name} of rank{'s' * (len(differing) > 1)} {', '.join(differing)} is not that of rank 0"
     return None

@@ -250,26 +250,26 @@ class CheckedCollectives(Collectives):
                 fix="call it in a hook of the task",
             )
         self._calls += 1
-        mine = Call(self._calls, name, _place())
-        self._store.set(_note(self.rank), json.dumps(mine))
+        current = Call(self._calls, name, _place())
+        self._store.set(_note(self.rank), json.dumps(current))
         started = time.monotonic()
         try:
-            self._compare(mine)
+            self._compare(current)
             yield
         except RuntimeError as error:  # gloo's: a time-out, or a lost connection
-            absent = {rank: call for rank, call in self._noted().items() if call.number < mine.number}
+            absent = {rank: call for rank, call in self._noted().items() if call.number < current.number}
             if not absent:
                 raise
-            raise self._nobody_came(mine, absent, time.monotonic() - started) from error
+            raise self._nobody_came(current, absent, time.monotonic() - started) from error
 
-    def _compare(self, mine: Call) -> None:
+    def _compare(self, current: Call) -> None:
         """Check that every rank is in this call; raise an error on every rank otherwise."""
-        digest = zlib.crc32(mine.name.encode())
+        digest = zlib.crc32(current.name.encode())
         extremes = torch.tensor([digest, -digest])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
         if extremes[0] != -extremes[1]:
             calls: list[Any] = [None] * self.size
-            dist.all_gather_object(calls, mine, group=self.group)
+            dist.all_gather_object(calls, current, group=self.group)
             raise _different(enumerate(calls))
 
     def _noted(self) -> dict[int, Call]:
@@ -279,7 +279,7 @@ class CheckedCollectives(Collectives):
         except RuntimeError:
             return {}
 
-    def _nobody_came(self, mine: Call, absent: dict[int, Call], waited_s: float) -> CollectiveError:
+    def _nobody_came(self, current: Call, absent: dict[int, Call], waited_s: float) -> CollectiveError:
         ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         in_time = waited_s < 0.99 * self._timeout_s
         limit = "before the connection was lost" if in_time else f"within {self._timeout_s:g} s"
@@ -288,7 +288,7 @@ class CheckedCollectives(Collectives):
             for rank, call in absent.items()
         ]
         return CollectiveError(
-            f"{ranks} did not reach {mine} {limit}",
+            f"{ranks} did not reach {current} {limit}",
             why="; ".join(last),
             fix="make the call on every rank, under no condition that differs between ranks; if a rank is only slow, "
             "raise distributed.timeout_s",

@@ -37,19 +37,21 @@ def fitted(
     """
     if names is None:
         return saved
-    mine = names_of(optimizer, named)
+    new_names = names_of(optimizer, named)
     names = [[plain_name(name) for name in group] for group in names]
-    taken = set(chain.from_iterable(mine))
-    for added, group in list(zip(names, saved["param_groups"], strict=True))[len(mine) :]:
+    taken = set(chain.from_iterable(new_names))
+    for added, group in list(zip(names, saved["param_groups"], strict=True))[len(new_names) :]:
         if taken.isdisjoint(added):
             optimizer.add_param_group({**group, "params": [named[name] for name in added]})
-            mine.append(added)
-    if mine == names or len(mine) != len(names) or any(set(a) - set(b) for a, b in zip(names, mine, strict=True)):
+            new_names.append(added)
+    if new_names == names or len(new_names) != len(names):
         return saved
-    numbers = {name: number for number, name in enumerate(chain.from_iterable(mine))}
+    if any(set(old) - set(new) for old, new in zip(names, new_names, strict=True)):
+        return saved
+    numbers = {name: number for number, name in enumerate(chain.from_iterable(new_names))}
     before = chain.from_iterable(group["params"] for group in saved["param_groups"])
     moved = {old: numbers[name] for old, name in zip(before, chain.from_iterable(names), strict=True)}
-    groups = zip(saved["param_groups"], mine, strict=True)
+    groups = zip(saved["param_groups"], new_names, strict=True)
     return {
         "state": {moved[old]: state for old, state in saved["state"].items() if old in moved},
         "param_groups": [{**group, "params": [numbers[name] for name in ours]} for group, ours in groups],

@@ -91,11 +91,11 @@ class TreeAllReduce:
             ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            for mine, theirs in self._sums:
-                mine += theirs
+            for partial_sum, partner_sum in self._sums:
+                partial_sum += partner_sum
             distance *= 2
-        for mine, _ in self._sums:
-            mine += 0
+        for partial_sum, _ in self._sums:
+            partial_sum += 0
         if self._sent is not self._flat:
             self._flat.copy_(self._sent)
         foreach_copy_(tensors, self._views)

@@ -66,17 +66,17 @@ def schedule(kind: str, rank: int, ranks: int, micro_batches: int) -> list[tuple
 class PipelineModel(Divided):
     """The stages that this rank holds of a model, on its device; the others stay as they are, on the host."""
 
-    def __init__(self, whole: Undivided, mine: Sequence[nn.Module], remark: str) -> None:
+    def __init__(self, whole: Undivided, stages: Sequence[nn.Module], remark: str) -> None:
         super().__init__(whole)
         self.remarks = (remark,)
         self._optimizer: Optimizer | None = None
-        self.mine = nn.ModuleList(mine).to(self.device)
+        self.stages = nn.ModuleList(stages).to(self.device)
         names: dict[int, list[str]] = {}
         for name, tensor in by_file(self.module.state_dict(keep_vars=True))[0].items():
             names.setdefault(id(tensor), []).append(name)
-        tensors = (*self.mine.parameters(), *self.mine.buffers())
+        tensors = (*self.stages.parameters(), *self.stages.buffers())
         self._names = [names[id(tensor)][0] for tensor in tensors if id(tensor) in names]
-        layers = set(self.mine.modules())
+        layers = set(self.stages.modules())
         self._names += [f"{name}._extra_state" for name, layer in self.module.named_modules() if layer in layers]
         #: Further names of tied weights, with their first.
         self._aliases = {other: first for first, *aliases in names.values() for other in aliases}
@@ -91,33 +91,33 @@ class PipelineModel(Divided):
         self._optimizer = optimizer
 
     def parameters(self) -> list[nn.Parameter]:
-        return list(self.mine.parameters())
+        return list(self.stages.parameters())
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Compute the norm from those of all parameters in the order of the model: rounded as on one device."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
-        mine = [numbers[id(parameter)] for parameter in self.mine.parameters() if parameter.grad is not None]
+        columns = [numbers[id(parameter)] for parameter in self.stages.parameters() if parameter.grad is not None]
         table = torch.zeros(2, len(numbers), dtype=torch.float64, device=self.device)
         if gradients:
-            table[0, mine] = torch.stack(foreach_norm(gradients, 2.0)).double()
-            table[1, mine] = 1.0
+            table[0, columns] = torch.stack(foreach_norm(gradients, 2.0)).double()
+            table[1, columns] = 1.0
         norms, is_known = all_reduce(table, None)
         norm: Tensor = torch.linalg.vector_norm(norms[is_known > 0].to(next(self.module.parameters()).dtype))
         return norm
 
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-        local_ids = {id(tensor) for tensor in (*self.mine.parameters(), *self.mine.buffers())}
-        mine = [p if id(p) in local_ids else torch.zeros(()).expand(p.numel()) for p in parameters]
-        return all_reduce(pick(mine, places).to(self.device), None).cpu()
+        local_ids = {id(tensor) for tensor in (*self.stages.parameters(), *self.stages.buffers())}
+        tensors = [p if id(p) in local_ids else torch.zeros(()).expand(p.numel()) for p in parameters]
+        return all_reduce(pick(tensors, places).to(self.device), None).cpu()
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's whole state dict without that of other ranks' parameters."""
-        mine = self._numbers(optimizer)
-        return {**state, "state": {number: values for number, values in state["state"].items() if number in mine}}
+        numbers = self._numbers(optimizer)
+        return {**state, "state": {number: values for number, values in state["state"].items() if number in numbers}}
 
     def _numbers(self, optimizer: Optimizer) -> set[int]:
         """Return the numbers, as in the optimizer's state dict, of the parameters of this rank."""
-        local_ids = {id(parameter) for parameter in self.mine.parameters()}
+        local_ids = {id(parameter) for parameter in self.stages.parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return {number for number, parameter in enumerate(parameters) if id(parameter) in local_ids}
 
@@ -130,11 +130,12 @@ class PipelineModel(Divided):
         update = state["trainer"]["update"]
         numbers = self._numbers(self._optimizer)
         moments = {number: values for number, values in update["optimizer"]["state"].items() if number in numbers}
-        mine = to_host({name: state["model"][name] for name in self._names if name in state["model"]}), to_host(moments)
+        weights = {name: state["model"][name] for name in self._names if name in state["model"]}
+        local_part = to_host(weights), to_host(moments)
         model = dict(state["model"])
         merged = dict[int, Any]()
         for source in range(collectives.size):
-            names, values = collectives.broadcast(mine, source)
+            names, values = collectives.broadcast(local_part, source)
             pulse.goes_on()
             if keep:
                 model |= names
@@ -195,7 +196,7 @@ class PipelineStrategy(Strategy):
         """Compute this rank's part of ``function(model, batch)``: its inputs and its result."""
         model = self._pipeline
         rank = self._world.rank
-        model.mine.train(self.module.training)
+        model.stages.train(self.module.training)
         if model.is_first:
             inputs = inputs_of(function, batch)
         else:
@@ -207,7 +208,7 @@ class PipelineStrategy(Strategy):
             if not model.is_first:
                 _set_states(self._generators, states)
             output: Any = inputs
-            for stage in model.mine:
+            for stage in model.stages:
                 output = stage(*as_inputs(output))
             return output
 

@@ -63,8 +63,8 @@ def bench_lr(
     base = subject.base
     global_batch = base.plan.batch.global_batch
     samples = base.plan.task.train_samples
-    few: dict[str, Any] = {"training": {"global_batch_size": samples}} if samples < global_batch else {}
-    case = subject.case({}, few, steps=steps - 1, warm_up=1)
+    smaller_batch: dict[str, Any] = {"training": {"global_batch_size": samples}} if samples < global_batch else {}
+    case = subject.case({}, smaller_batch, steps=steps - 1, warm_up=1)
     settings = {
         "devices": list(base.placement.devices),
         "steps": steps,
@@ -82,7 +82,7 @@ def bench_lr(
         if outcome.error:
             report.notes.append(f"the ranks failed: {outcome.error}")
     conclude(report, own_optimizer=case.plan.task.optimizer_lr is not None)
-    if few:
+    if smaller_batch:
         report.notes.append(f"the data set has only {samples} samples for a global batch of {global_batch}")
     return report
 

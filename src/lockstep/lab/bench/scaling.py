@@ -27,9 +27,9 @@ _SAME = ("devices", "ranks", "strategy", "mode", "status", "global_batch", "accu
 
 def device_counts(devices: int) -> list[int]:
     """Return the numbers of devices to measure: all up to 4, then powers of two, and ``devices``."""
-    few = range(1, min(devices, 4) + 1)
+    smallest = range(1, min(devices, 4) + 1)
     powers = [2**power for power in range(3, devices.bit_length()) if 2**power <= devices]
-    return sorted({*few, *powers, devices})
+    return sorted({*smallest, *powers, devices})
 
 
 def bench_scaling(

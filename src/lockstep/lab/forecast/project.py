@@ -209,10 +209,10 @@ def _setting(cluster: Cluster, counting: Counting, wish: Wish) -> tuple[Setting,
     if wish.memory is not None:
         names = (auto_strategy(1), whole, auto_strategy(MOST, fits=False))
         totals = {name: total(counting.memory(name, ranks, counting.size)) for name in names}
-        fitting, reason = choose_strategy(totals, ranks, wish.memory)
-        chosen = chosen or fitting
+        best_strategy, reason = choose_strategy(totals, ranks, wish.memory)
+        chosen = chosen or best_strategy
         as_set = f"as set ({whole}: {gigabytes(totals[whole])})"
-        notes.append(f"strategy {chosen}: {reason if chosen == fitting else as_set}")
+        notes.append(f"strategy {chosen}: {reason if chosen == best_strategy else as_set}")
     setting = Setting(
         cluster,
         accumulate=base.plan.batch.accumulate,

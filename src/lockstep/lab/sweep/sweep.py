@@ -151,9 +151,9 @@ def _open_folder(folder: Path, task: str, settings: Mapping[str, Any], options: 
         RunFolderError: it has another sweep, or one that is not resumed.
     """
     file = folder / "sweep.json"
-    same = {key: value for key, value in settings.items() if key not in ("hardware", "runs_dir", "task")}
-    section = {key: str(value) for key, value in dict(settings.get("task") or {}).items() if key != "name"}
-    content = plain({"task": task, "search": options.search, "settings": {**same, "task": section}})
+    run_settings = {key: value for key, value in settings.items() if key not in ("hardware", "runs_dir", "task")}
+    task_settings = {key: str(value) for key, value in dict(settings.get("task") or {}).items() if key != "name"}
+    content = plain({"task": task, "search": options.search, "settings": {**run_settings, "task": task_settings}})
     if not file.exists():
         if names_in(folder):
             raise RunFolderError(f"{folder} is not empty, and has no sweep", fix="choose another --save-dir")

@@ -145,10 +145,10 @@ def _train(ray: Any, job: Job, resources: Mapping[str, float]) -> int:
     from lockstep.launch.engines.ray_workers import RankAddress, Supervision, Terminal, run_rank
 
     fewest, largest = (number * job.ranks_per_node for number in job.nodes)
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+    on_this_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         node_id=ray.get_runtime_context().get_node_id(), soft=False
     )
-    terminal = ray.remote(num_cpus=0, scheduling_strategy=here)(Terminal).remote()
+    terminal = ray.remote(num_cpus=0, scheduling_strategy=on_this_node)(Terminal).remote()
     trainer = DataParallelTrainer(
         run_rank,
         train_loop_config={

@@ -99,8 +99,8 @@ class Loop:
 
     def _refuse_exact(self, call: str) -> None:
         """Raise :class:`UnsupportedError` in the body of an exact run's loop."""
-        inside = self._training is not None and self._training.place >= 0
-        if inside and self._config.training.reproducibility == "exact":
+        in_loop_body = self._training is not None and self._training.place >= 0
+        if in_loop_body and self._config.training.reproducibility == "exact":
             raise UnsupportedError(
                 f"{call}() in the body of a loop cannot be exact",
                 why="each lane is computed alone, whichever ranks compute the others",

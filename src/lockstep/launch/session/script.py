@@ -42,9 +42,8 @@ def run_script(
     if not path.is_file():
         raise UsageError(f"there is no script {path}", fix="write `lockstep run path/to/script.py`")
     script = Script(str(path.resolve()), tuple(arguments), str(Path.cwd()), settings)
-    run, code, _ = _start(
-        _run_script, script[:3], settings, path.name, script=script, resume=resume, needs_session=needs_session
-    )
+    settings = merge({"task": {"name": path.name}}, settings)
+    run, code, _ = _start(_run_script, script[:3], settings, script=script, resume=resume, needs_session=needs_session)
     return run, code
 
 
@@ -74,7 +73,8 @@ def call_on_ranks(
     function: Callable[..., Any], arguments: Sequence[Any], settings: Mapping[str, Any], resume: bool
 ) -> Any:
     """See :meth:`lockstep.Session.launch`."""
-    _, code, results = _start(function, arguments, settings, getattr(function, "__name__", "function"), resume=resume)
+    settings = merge({"task": {"name": getattr(function, "__name__", "function")}}, settings)
+    _, code, results = _start(function, arguments, settings, resume=resume)
     if code:
         raise RanksStopped(code)
     return results[0]
@@ -84,14 +84,12 @@ def _start(
     function: Callable[..., Any],
     arguments: Sequence[Any],
     settings: Mapping[str, Any],
-    name: str,
     *,
     script: Script | None = None,
     resume: bool,
     needs_session: bool = False,
 ) -> tuple[RunDir, int, list[Any]]:
     """Call ``function(*arguments)`` on new ranks, in a run; its folder, the exit code, and their results."""
-    settings = merge({"task": {"name": name}}, settings)
     config = resolve(settings)
     for key in ("max_restarts", "nodes", "rdzv"):
         if getattr(config.launch, key) != type(config.launch).model_fields[key].default:

@@ -124,11 +124,11 @@ def _advance(beams: _Beams, log_probs: Tensor) -> tuple[_Beams, Tensor, Tensor]:
     grow = grow.scatter(2, beams.last[:, :, None], again)
     grow[:, :, BLANK] = _NEVER
     # Where prefix i grown by a symbol is prefix j of the beam, its paths are added to j's: [n, i, j].
-    same = beams.key[:, :, None] == beams.parent[:, None, :]
+    is_prefix = beams.key[:, :, None] == beams.parent[:, None, :]
     grown_to = beams.last[:, None, :].expand(rows, width, width)
-    joining = torch.where(same, grow.gather(2, grown_to), _NEVER)
+    joining = torch.where(is_prefix, grow.gather(2, grown_to), _NEVER)
     stay_symbol = torch.logaddexp(stay_symbol, joining.logsumexp(dim=1))
-    taken = torch.zeros(grow.shape, dtype=torch.int64, device=grow.device).scatter_add_(2, grown_to, same.long())
+    taken = torch.zeros(grow.shape, dtype=torch.int64, device=grow.device).scatter_add_(2, grown_to, is_prefix.long())
     grow = grow.masked_fill(taken > 0, _NEVER)
 
     candidates = torch.cat([torch.logaddexp(stay_blank, stay_symbol), grow.reshape(rows, -1)], dim=1)

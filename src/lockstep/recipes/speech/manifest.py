@@ -203,8 +203,8 @@ def _samples(row: Row, path: str, faults: list[str]) -> int:
     seconds = info.frames / info.rate
     if row.offset is None:
         if row.duration is not None and abs(row.duration - seconds) > max(TOLERANCE_S, TOLERANCE_SHARE * seconds):
-            there = f"the file has {seconds:.3f} s at {info.rate} Hz"
-            faults.append(f"wrong duration: duration says {row.duration:g} s, {there} (a part needs an offset)")
+            actual = f"the file has {seconds:.3f} s at {info.rate} Hz"
+            faults.append(f"wrong duration: duration says {row.duration:g} s, {actual} (a part needs an offset)")
         return info.samples
     duration = seconds - row.offset if row.duration is None else row.duration
     end = row.offset + duration

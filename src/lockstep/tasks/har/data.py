@@ -94,10 +94,10 @@ def by_subject(
     windows: Windows, subjects: npt.NDArray[Any], val: Sequence[int], test: Sequence[int]
 ) -> tuple[Windows, ...]:
     """Divide windows into training, validation and test by the subject of each."""
-    here = set(subjects.tolist())
-    train = here - {*val, *test}
+    all_subjects = set(subjects.tolist())
+    train = all_subjects - {*val, *test}
     twice = {*val} & {*test}
-    unknown = {*val, *test} - here
+    unknown = {*val, *test} - all_subjects
     problem = ""
     if unknown:
         problem = f"there is no subject {', '.join(map(str, sorted(unknown)))} to keep apart"
@@ -106,7 +106,7 @@ def by_subject(
     elif not train or not val:
         problem = f"the split leaves no subject for {'validation' if train else 'training'}"
     if problem:
-        raise ConfigError(problem, fix=f"choose among the subjects {', '.join(map(str, sorted(here)))}")
+        raise ConfigError(problem, fix=f"choose among the subjects {', '.join(map(str, sorted(all_subjects)))}")
     masks = [np.isin(subjects, list(chosen)) for chosen in (train, val, test)]
     return tuple(Windows(windows.samples[mask], windows.labels[mask]) for mask in masks)
 
@@ -202,8 +202,8 @@ def _unpack(outer: Path, temporary: Path) -> Path:
 def load_uci(folder: Path, *, val_subjects: Sequence[int] | None) -> HarData:
     """Load the official split, with some training subjects kept apart for validation."""
     windows, subjects = _read_split(folder, "train")
-    here = sorted(set(subjects.tolist()))
-    val = here[-max(1, len(here) // VAL_SHARE) :] if val_subjects is None else list(val_subjects)
+    all_subjects = sorted(set(subjects.tolist()))
+    val = all_subjects[-max(1, len(all_subjects) // VAL_SHARE) :] if val_subjects is None else list(val_subjects)
     train, held_out, _ = by_subject(windows, subjects, val, ())
     return HarData(train, held_out, _read_split(folder, "test")[0], CLASSES)
 
