@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+import lockstep
 from lockstep import Task
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.recipes.images.folders import Augmentation, Images, is_grey, list_images, read_image
@@ -179,6 +180,24 @@ def test_a_broken_header_is_an_error_with_the_files_name(header: bytes, tmp_path
     with pytest.raises(DataError, match=r"cannot read the image .*broken\.png"):
         read_image(file, 3, 8)
     assert not is_grey([file])
+
+
+def test_other_folders_have_the_labels_of_their_class_folders(tmp_path: Path) -> None:
+    settings = {"task.data": folders(tmp_path / "data"), "task.size": 8, "task.widths": [8]}
+    run = lockstep.train("images", settings, devices="cpu", max_steps=2, num_workers=0, save_dir=tmp_path / "run")
+    new = folders(tmp_path / "new", number=5)
+    rows = run.predict(new, loss=True)
+    assert rows["file"].tolist() == [str(new / f"class{label}" / f"{n}.png") for label in (0, 1) for n in range(5)]
+    metrics = run.evaluate(new)
+    assert rows["loss"].mean() == pytest.approx(metrics["test_loss"], rel=1e-5)
+    right = [row["class"] == Path(row["file"]).parent.name for row in rows.to_dict("records")]
+    assert metrics["test_accuracy"] == pytest.approx(sum(right) / 10)
+
+    (new / "class1" / "0.png").rename(new / "loose.png")
+    assert run.predict(new, loss=True).set_index("file")["loss"].isna().tolist() == [False] * 9 + [True]
+    assert run.predict(new / "class1", loss=True)["loss"].notna().all()
+    with pytest.raises(DataError, match=r"loose\.png"):
+        run.evaluate(new)
 
 
 def test_models() -> None:

@@ -19,9 +19,9 @@ from cyclopts import (
     App,
     CycloptsError,
     Group,
+    MissingArgumentError,
     Parameter,
     Token,
-    UnknownCommandError,
     UnknownOptionError,
     UnusedCliTokensError,
     convert,
@@ -58,13 +58,14 @@ def _version() -> str:
 
 def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
     """Convert as the parser does, but refuse a fraction as a whole number, which the parser rounds."""
-    for number, expected in ((int, "a whole number"), (float, "a number")):
+    for number, expected, example in ((int, "a whole number", "10"), (float, "a number", "0.1")):
         if kind in (number, number | None):
             try:
                 return number(tokens[0].value)
             except ValueError:
-                message = f"{tokens[0].keyword} is {tokens[0].value!r}, not {expected}"
-                raise UsageError(message, fix="correct the value") from None
+                flag = tokens[0].keyword
+                message = f"{flag} is {tokens[0].value!r}, not {expected}"
+                raise UsageError(message, fix=f"write for example {flag} {example}") from None
     return convert(kind, tokens)
 
 
@@ -229,7 +230,10 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
         message = f"unexpected {'arguments' if len(unused) > 1 else 'argument'}: {' '.join(unused)}"
         is_list = all(token.isdecimal() or token.startswith(("gpu:", "cpu")) for token in unused)
         return UsageError(message, fix="write a list with commas: --gpu-ids 0,1" if is_list else _help_of(tokens))
-    message, question, suggestion = str(error).strip().partition(" Did you mean ")
+    message, question, suggestion = str(error).strip().partition(" Available commands:")[0].partition(" Did you mean ")
+    if isinstance(error, MissingArgumentError):
+        message = message.rpartition("arameter ")[2]  # without `Command "train" parameter`
+        message = message if message.startswith("-") else f"missing argument: {message.split()[0]}"
     if isinstance(error, UnknownOptionError):
         from lockstep.config.load import key_for
 
@@ -242,8 +246,6 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
             fix = f"write {option} without `--`: words after it are for a script"
             return UsageError(f"{option} stands behind `--`", fix=fix)
     fix = f"did you mean {suggestion}" if question else _help_of(tokens)
-    if isinstance(error, UnknownCommandError):
-        message = message.partition(" Available commands:")[0]
     return UsageError(message[:1].lower() + message[1:].rstrip("."), fix=fix)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import statistics
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.lab.report.figures import pictures
+from lockstep.lab.commands.report import grouped
+from lockstep.lab.report.figures import group_pictures, pictures
 from lockstep.lab.report.source import read_run, thinned
 from lockstep.rundir.files import flattened
 from lockstep.rundir.folder import RunDir
@@ -122,6 +124,19 @@ def test_compare_tells_results_and_differences(runs: Path, cli: Cli) -> None:
     code, out, _ = cli("compare", runs / "a", runs / "b")
     assert code == 0
     assert re.search(r"^optimizer\.lr +0\.001 +0\.003$", out, re.MULTILINE)
+
+
+def test_a_report_of_groups_has_a_curve_with_its_deviation(runs: Path, cli: Cli, tmp_path: Path) -> None:
+    code, _, _ = cli("report", runs / "a", runs / "b", "--by", "training.seed", "--out", tmp_path / "groups.html")
+    assert code == 0 and "seed=42" in read_page(tmp_path / "groups.html").text
+    losses = [RunDir(runs / name).epochs()[-1]["val_loss"] for name in ("a", "b")]
+    grouping = grouped([str(runs / "a"), str(runs / "b")], runs, "training.seed", "val_loss")
+    assert grouping is not None
+    (axes,) = group_pictures(grouping)[0].figure.axes
+    mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
+    assert axes.lines[0].get_ydata()[-1] == pytest.approx(mean)
+    edges = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert (edges.min(), edges.max()) == pytest.approx((mean - deviation, mean + deviation))
 
 
 def test_a_run_against_itself_and_alone(runs: Path, cli: Cli) -> None:

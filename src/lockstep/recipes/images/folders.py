@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.arrays import NO_LABEL
 from lockstep.errors import DataError, StorageError, UnsupportedError, many
 from lockstep.readers.files import cache_folder, class_folders, inside
 from lockstep.recipes.autoencoder.task import load_digits
@@ -177,7 +178,9 @@ def read_image(file: Path, channels: int, size: int) -> Pixels:
             picture = opened.convert("L" if channels == 1 else "RGB")
     except (*_BROKEN, image.DecompressionBombError) as error:
         raise DataError(
-            f"cannot read the image {file}", why=f"{type(error).__name__}: {error}", fix="remove or replace it"
+            f"cannot read the image {file}",
+            why=f"{type(error).__name__}: {error}",
+            fix="remove or replace it; --set data.on_bad_row=skip leaves broken training images out",
         ) from None
     side = min(picture.size)
     left = (picture.width - side) // 2
@@ -281,3 +284,10 @@ def images_below(path: Path) -> tuple[Path, ...]:
     if not files:
         raise DataError(f"{path} has no images", fix=f"name a folder of images ({', '.join(SUFFIXES)})")
     return tuple(files)
+
+
+def labels_below(path: Path, files: Sequence[Path], classes: Sequence[str]) -> tuple[int, ...]:
+    """Return the class whose name the nearest folder of each file has, up to ``path``; ``NO_LABEL`` without one."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    named = ([numbers.get(folder.name) for folder in file.relative_to(path.parent).parents] for file in files)
+    return tuple(next((number for number in labels if number is not None), NO_LABEL) for labels in named)

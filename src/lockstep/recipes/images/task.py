@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lockstep.data.arrays import NO_LABEL, filled
 from lockstep.engine.task import Datasets, Loss, Metrics, Task, TaskConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
 from lockstep.recipes.images.folders import (
     Augmentation,
     Images,
@@ -21,6 +21,7 @@ from lockstep.recipes.images.folders import (
     digits_folder,
     images_below,
     is_grey,
+    labels_below,
     list_images,
 )
 from lockstep.recipes.images.resnet import ResNet
@@ -104,10 +105,22 @@ class ImagesTask(Task):
         train = Images(self._splits["train"], self._channels, self._size, augmentation)
         return Datasets(train, splits["val"], splits.get("test"))
 
+    def evaluation_data(self, path: Path) -> Images:
+        """Return the images below a folder, each in a folder named as its class. Raises :class:`DataError`."""
+        images = self.prediction_data(path)
+        if NO_LABEL in images.listed.labels:
+            unlabelled = images.listed.files[images.listed.labels.index(NO_LABEL)]
+            raise DataError(
+                f"{unlabelled} has no label",
+                why=f"it is in no folder with the name of a class: {', '.join(self.class_names)}",
+                fix="sort the images into such folders, or remove it",
+            )
+        return images
+
     def prediction_data(self, path: Path) -> Images:
-        """Return the images of a file or below a folder, in the order of their paths; their labels mean nothing."""
+        """Return the images of a file or below a folder, in the order of their paths, with known labels."""
         files = images_below(path)
-        listed = Listed(files, (0,) * len(files), self.class_names)
+        listed = Listed(files, labels_below(path, files, self.class_names), self.class_names)
         return Images(listed, self._channels, self._size)
 
     def model(self) -> nn.Module:
