@@ -16,7 +16,7 @@ from lockstep import ArrayDataset, Datasets, Loss, Task
 from lockstep.cli.main import main
 from lockstep.errors import TaskError, UnsupportedError, UsageError
 from lockstep.lab.bench.trials import Subject
-from lockstep.lab.forecast.footprint import count_step
+from lockstep.lab.forecast.footprint import StepCounter
 from lockstep.lab.forecast.memory import estimate_memory, print_memory
 
 CASES = {
@@ -63,7 +63,7 @@ def test_the_peak_is_counted_within_a_fifth(name: str, keep_gradients: bool) -> 
     train = prepared.datasets.train
     batch = batch_of(prepared.task, train, [index % len(train) for index in range(size)])
     own = sum(leaf.untyped_storage().nbytes() for leaf in batch if isinstance(leaf, Tensor))
-    counted = count_step(prepared.task, prepared.config, batch, size, keep_gradients=keep_gradients)
+    counted = StepCounter(prepared.task, prepared.config, size, keep_gradients).count(batch)
     measured = allocated(prepared.task, batch, keep_gradients=keep_gradients) + own
     assert sum(counted.kinds.values()) == pytest.approx(measured, rel=0.2)
     parameters = sum(p.numel() * p.element_size() for p in prepared.task.model().parameters())
@@ -91,7 +91,9 @@ class Large(Task):
 def test_a_model_larger_than_memory_is_counted_without_it() -> None:
     config = Subject("autoencoder", {"hardware": {"selected_devices": ["cpu"]}}).base.config
     task = Large()
-    counted = count_step(task, config, (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)), 4, keep_gradients=True)
+    counted = StepCounter(task, config, 4, keep_gradients=True).count(
+        (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
+    )
     assert counted.on == "fake"
     assert sum(counted.kinds.values()) > 4 * 4 * 2**35
 
@@ -163,7 +165,7 @@ def test_a_large_model_that_reads_values_is_refused_and_not_tried() -> None:
     config = Subject("autoencoder", {"hardware": {"selected_devices": ["cpu"]}}).base.config
     batch = (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
     with pytest.raises(UnsupportedError, match="cannot be counted without memory"):
-        count_step(Reading(), config, batch, 4, keep_gradients=True)
+        StepCounter(Reading(), config, 4, keep_gradients=True).count(batch)
 
 
 def test_the_verb_tells_each_strategy_and_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep import ArrayDataset, Datasets, Loss, Task
 from lockstep.config import RunConfig
 from lockstep.lab.forecast.collectives import cluster_of
-from lockstep.lab.forecast.footprint import count_step
+from lockstep.lab.forecast.footprint import StepCounter
 from lockstep.lab.forecast.memory import device_memory
 from lockstep.lab.forecast.scaling import Setting, Step, buckets, bytes_sent
 
@@ -121,7 +121,7 @@ def fsdp(task: Blocks, batch: tuple[Tensor]) -> dict[str, Any]:
 
 def main() -> None:
     task, batch = Blocks(), (torch.zeros(BATCH, WIDTH),)
-    counted = count_step(task, RunConfig(), batch, BATCH, keep_gradients=True)
+    counted = StepCounter(task, RunConfig(), BATCH, keep_gradients=True).count(batch)
     ready = tuple((place + 1) / len(counted.ready) for place in range(len(counted.ready)))
     step = Step(BATCH, 1.0, 2.0, 0.0, counted.gradients, ready, blocks=counted.blocks)
     cluster = cluster_of("nvlink", 8)

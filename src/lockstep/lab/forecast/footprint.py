@@ -153,17 +153,61 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class _StepCount:
-    """A step to count; see :func:`count_step`."""
+class StepCounter:
+    """Counts a training step of ``task``.
+
+    Attributes:
+        batch_size: samples of the step.
+        keep_gradients: they have separate memory during the whole step, as in DDP's buckets and between micro-batches.
+        block: of the allocator, as for :class:`Ledger`.
+        recompute: activations inside of fsdp's blocks are computed again in the backward pass.
+    """
 
     task: Task
     config: RunConfig
     batch_size: int
     keep_gradients: bool
-    block: int
-    recompute: bool
+    block: int = 1
+    recompute: bool = False
 
-    def count(self, batch: Any, fake: FakeTensorMode | None) -> Footprint:
+    def count(self, batch: Any) -> Footprint:
+        """Count a step on ``batch``.
+
+        Raises:
+            TaskError: the task cannot make a step. UnsupportedError: the step reads values, and is too large for real
+                ones.
+        """
+        seed = self.config.training.seed
+        # Tensors without memory like those of the batch; if that fails, the batch itself.
+        try:
+            with seeded(seed), FakeTensorMode() as fake:
+                like = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+                return self._count(like, fake)
+        except LockstepError:
+            raise
+        except Exception as error:  # a shape rule that torch lacks, a value that the model reads: anything of the task
+            # Parameters, gradients and two moments.
+            state = 4 * sum(p.nbytes for p in blueprint(self.task).parameters())
+            (_, free) = usable_memory()
+            if state > free:
+                raise UnsupportedError(
+                    f"the step cannot be counted without memory, and needs {state / 1e9:.1f} GB for the model alone",
+                    why=f"{free / 1e9:.1f} GB are free; on tensors without memory: {type(error).__name__}: {error}",
+                    fix="keep what reads values (.item(), .tolist(), branches on them) out of the loss and the model",
+                ) from None
+        try:
+            with seeded(seed):
+                return self._count(batch, None)
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise TaskError(
+                f"the task {type(self.task).__name__} cannot make a step on {many(self.batch_size, 'sample')}",
+                why=f"{type(error).__name__}: {error}",
+                fix="see that it trains: `lockstep train … --fast-dev-run`",
+            ) from error
+
+    def _count(self, batch: Any, fake: FakeTensorMode | None) -> Footprint:
         """Count two steps of :attr:`task` on ``batch``, whose tensors are of ``fake``; the second is that of a run."""
         task = self.task
         config = self.config
@@ -215,55 +259,6 @@ class _StepCount:
             backward=ledger.work[forward:backward],
             optimizer=ledger.work[backward:],
         )
-
-
-def count_step(
-    task: Task,
-    config: RunConfig,
-    batch: Any,
-    batch_size: int,
-    *,
-    keep_gradients: bool,
-    block: int = 1,
-    recompute: bool = False,
-) -> Footprint:
-    """Count a training step of ``task`` on ``batch``, with an allocator as for :class:`Ledger`.
-
-    ``keep_gradients``: they have separate memory during the whole step, as in DDP's buckets and between micro-batches.
-    ``recompute``: activations inside of fsdp's blocks are computed again in the backward pass.
-
-    Raises:
-        TaskError: the task cannot make a step. UnsupportedError: the step reads values, and is too large for real ones.
-    """
-    step = _StepCount(task, config, batch_size, keep_gradients, block, recompute)
-    # Tensors without memory like those of the batch; if that fails, the batch itself.
-    try:
-        with seeded(config.training.seed), FakeTensorMode() as fake:
-            like = tree_map(lambda leaf: fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-            return step.count(like, fake)
-    except LockstepError:
-        raise
-    except Exception as error:  # a shape rule that torch lacks, a value that the model reads: whatever the task met
-        # Parameters, gradients and two moments.
-        state = 4 * sum(p.nbytes for p in blueprint(task).parameters())
-        (_, free) = usable_memory()
-        if state > free:
-            raise UnsupportedError(
-                f"the step cannot be counted without memory, and needs {state / 1e9:.1f} GB for the model alone",
-                why=f"{free / 1e9:.1f} GB are free here; on tensors without memory: {type(error).__name__}: {error}",
-                fix="keep what reads values (.item(), .tolist(), branches on them) out of the loss and the model",
-            ) from None
-    try:
-        with seeded(config.training.seed):
-            return step.count(batch, None)
-    except LockstepError:
-        raise
-    except Exception as error:
-        raise TaskError(
-            f"the task {type(task).__name__} cannot make a step on {many(batch_size, 'sample')}",
-            why=f"{type(error).__name__}: {error}",
-            fix="see that it trains: `lockstep train … --fast-dev-run`",
-        ) from error
 
 
 def _model_of(task: Task, fake: FakeTensorMode | None) -> nn.Module:

@@ -18,7 +18,7 @@ from lockstep.errors import UnsupportedError, UsageError, many
 from lockstep.hardware.detect import detect_devices
 from lockstep.hardware.resolve import CONTEXT
 from lockstep.lab.bench.trials import Subject
-from lockstep.lab.forecast.footprint import Footprint, count_step
+from lockstep.lab.forecast.footprint import Footprint, StepCounter
 from lockstep.planning.batch import BatchPlan, resolve_batch
 from lockstep.strategies import StrategySpec, auto_strategy, find_strategy, strategies
 from lockstep.telemetry.console import print_table, say
@@ -190,15 +190,7 @@ class Counting:
 
     def _footprint(self, size: int, keep_gradients: bool, recompute: bool = False) -> Footprint:
         block = GPU_BLOCK if self.on_gpu else 1
-        return count_step(
-            self.base.task,
-            self.config,
-            self.batch(size),
-            size,
-            keep_gradients=keep_gradients,
-            recompute=recompute,
-            block=block,
-        )
+        return StepCounter(self.base.task, self.config, size, keep_gradients, block, recompute).count(self.batch(size))
 
     def memory(self, strategy: str, ranks: int, size: int) -> Kinds:
         """Return the memory of a device; a rank with several micro-batches keeps its gradients between them."""
