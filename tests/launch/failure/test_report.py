@@ -210,6 +210,17 @@ def test_last_lines_of_no_log(tmp_path: Path) -> None:
             "RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss",
             "unused-parameters",
         ),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x4 and 5x3)", "shapes"),
+        (
+            "RuntimeError: Given groups=1, weight of size [4, 3, 3, 3], expected input[2, 1, 8, 8] to have 3 channels, "
+            "but got 1 channels instead",
+            "shapes",
+        ),
+        ("ValueError: expected 4D input (got 2D input)", "shapes"),
+        ("ValueError: Target size (torch.Size([2])) must be the same as input size (torch.Size([2, 1]))", "shapes"),
+        ("RuntimeError: mat1 and mat2 must have the same dtype, but got Double and Float", "dtypes"),
+        ("IndexError: Target 2 is out of bounds.", "labels"),
+        ("IndexError: index out of range in self", "labels"),
         ("ValueError: Default process group has not been initialized, please make sure to call it.", "own-group"),
         (f"RuntimeError: {LOST_PEER}", "lost-peer"),
         ("torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled cuda error", "nccl"),

@@ -95,6 +95,24 @@ _BY_TEXT = {
         "the task or its model chooses a device with .cuda() or .to()",
         "remove that: Lockstep moves model and batches; make new tensors with device=x.device",
     ),
+    r"shapes cannot be multiplied|expected input.* to have \d+ channels|running_mean should contain"
+    r"|Given normalized_shape=|must match the size of tensor|must match except in dimension|expected \dD.* input"
+    r"|to match target batch_size|must be the same as input size|must be equal to input_size": Cause(
+        "shapes",
+        "a layer or an operation got a tensor of another shape than it takes",
+        "change the size of that layer, or the samples",
+        "the traceback has the line: print the .shape of its tensors",
+    ),
+    r"(must have|expected to have) the same dtype|expected scalar type|Found dtype \w+ but expected": Cause(
+        "dtypes",
+        "an operation got numbers of different types, such as float64 of NumPy beside the float32 of a model",
+        "convert them in the data set or in loss(): x.float() for inputs, y.long() for classes",
+    ),
+    r"Target -?\d+ is out of bounds|index out of range in self": Cause(
+        "labels",
+        "a label or an index is not below the number of classes, or of rows of an embedding",
+        "count labels from 0, and make the last layer (or the embedding) as large as their number",
+    ),
     r"Default process group has not been initialized": Cause(
         "own-group",
         "the task uses torch.distributed, such as DistributedDataParallel, without a process group",
