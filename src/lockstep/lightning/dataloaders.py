@@ -159,7 +159,7 @@ class SharedBatches:
                 raise DataError(
                     f"{many(samples, 'sample')} cannot be evaluated on {world.size} ranks",
                     why="a rank without a sample logs nothing, and the others would wait for its metrics",
-                    fix=f"use at most {max(samples, 1)} devices, or evaluate on more data",
+                    fix=f"use at most {many(max(samples, 1), 'device')}, or evaluate on more data",
                 )
             batches = [range(*span) for span in parts(samples, world.size)]
         self.rounds, more = divmod(len(batches), world.size)

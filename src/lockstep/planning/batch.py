@@ -175,7 +175,7 @@ def resolve_batch(
         raise ConfigError(
             f"global batch {global_batch_size} cannot be shared by {devices} devices",
             why="each device needs at least one sample of every full step",
-            fix=f"use at most {global_batch_size} devices or set training.global_batch_size to at least {devices}",
+            fix=f"use at most {many(global_batch_size, 'device')}, or --global-batch-size {devices} or more",
         )
     else:  # as few and as even micro-batches as possible
         global_batch = global_batch_size

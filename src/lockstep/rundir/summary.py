@@ -282,9 +282,10 @@ def find_run(ref: str, runs_dir: Path) -> RunDir:
         return RunDir.open(path)
     close = difflib.get_close_matches(ref, [record.id for _, record in runs], n=1)
     listed = "see `lockstep runs`; a run saved with --save-dir is named by its folder"
+    present = f"{many(len(runs), 'run')} in {runs_dir}, none with this id"
     raise RunFolderError(
         f"there is no run {ref!r}",
-        why=f"{runs_dir} has {many(len(runs), 'run')}, none with this id" if runs else f"{runs_dir} has no runs",
+        why=present if runs else f"there are no runs in {runs_dir}",
         fix=f"did you mean {close[0]}?" if close else listed,
     )
 

@@ -68,7 +68,9 @@ def list_images(folder: Path, val_share: float) -> dict[str, Listed]:
         DataError: no folder, no class folders, a class without images, or one that is not in ``train``.
     """
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}", fix="check --data-dir: a folder with a folder for each class")
+        raise DataError(
+            f"there is no folder {folder}", fix="check task.data, or --data-dir: a folder with a folder for each class"
+        )
     roots = _splits(folder)
     splits = {name: {folder.name: _images_in(folder) for folder in class_folders(root)} for name, root in roots.items()}
     empty = sorted(name for name, files in splits["train"].items() if not files)
