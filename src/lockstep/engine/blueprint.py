@@ -21,7 +21,7 @@ def blueprint(task: Task) -> nn.Module:
 
 
 def trial_of(task: Task) -> Task:
-    """Copy ``task``, which may keep what its ``model()`` makes: it would itself train a model without memory.
+    """Copy ``task`` for a trial of its ``model()``: layers that it keeps in attributes would stay without memory.
 
     Containers are copied too, since a layer may be kept in one; their contents are shared.
     """

@@ -79,7 +79,7 @@ class LossMeter:
 def record_samples(
     rank: RankContext, state: TrainState, indices: Callable[[BatchRequest], NDArray[np.int64]]
 ) -> Callable[..., None]:
-    """Append the indices of this rank's samples, and other ``fields``, to its file (``telemetry.record_samples``)."""
+    """Make a function that appends the indices of a window's samples, and other ``fields``, to this rank's file."""
     file = JsonLines(rank.run_dir.samples_file(rank.world.rank))
 
     def record(window: Window, **fields: Any) -> None:
@@ -225,7 +225,7 @@ class RunLog:
             self.pause()
 
     def time_own_work(self) -> None:
-        """The step that starts now will be logged."""
+        """Time the step that starts now, which will be logged."""
         self._ranks.before_logged_step()
 
     def log_step(
@@ -427,7 +427,7 @@ class RunLog:
     # Checkpoints, and the end.
 
     def saved(self) -> None:
-        """The current step is being saved: the next timed save is due ``checkpoint.every_s`` from now."""
+        """Note that the current step is being saved: the next timed save is due ``checkpoint.every_s`` from now."""
         self._policy.saved(self.state.step)
 
     def current_state(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class SavePolicy:
         return self._every_s is not None and self._clock() - self._time >= self._every_s
 
     def saved(self, step: int) -> None:
-        """The state after ``step`` has been saved, for whatever reason."""
+        """Note that the state after ``step`` has been saved, for whatever reason."""
         self._step = step
         self._time = self._clock()
 

@@ -113,7 +113,7 @@ class OwnTime:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def start(self) -> None:
-        """The step begins that :meth:`stop` ends."""
+        """Begin the step that :meth:`stop` ends."""
         self.stop()
         self._began = moment(self._device)
         self._queued_s = (queued_s(), 0.0)

@@ -140,7 +140,7 @@ class Buffers:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Restore all buffers after the body; synchronised BatchNorm has then seen the samples of other ranks."""
+        """Keep buffers as they are in the body, except that synchronised BatchNorm sees other ranks' samples."""
         buffers = [
             (layer, attribute, tensor)
             for layer in self._module.modules()

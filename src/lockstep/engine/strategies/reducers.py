@@ -156,13 +156,13 @@ class GradientBuckets:
         return self._launched == len(self._buckets)
 
     def arm(self) -> None:
-        """The backward pass that follows is the last one of a step."""
+        """Announce the last backward pass of a step."""
         self.is_armed = True
         for bucket in self._buckets:
             bucket.waiting = {id(p) for p in bucket.parameters}
 
     def ready(self, parameter: Tensor) -> None:
-        """The gradient of ``parameter`` is complete: called by its hook."""
+        """Handle the complete gradient of ``parameter``: called by its hook."""
         if not self.is_armed:
             return
         self._of[id(parameter)].waiting.discard(id(parameter))

@@ -77,7 +77,7 @@ def _texts(file: Path, field: str) -> Iterator[str]:
 
 
 def read_tokens(file: Path, vocabulary: int) -> NDArray[np.uint16]:
-    """Map the tokens of a ``.bin`` file, 16 bits each, as nanoGPT writes them; nothing is read."""
+    """Map the tokens of a ``.bin`` file, 16 bits each, as nanoGPT writes them."""
     size = file.stat().st_size if file.is_file() else 0
     if not size or size % 2:
         raise DataError(
