@@ -193,7 +193,7 @@ class RunLog:
         count = len({row["index"] for file in files for row in read_jsonl(file)})
         if count != self._left_out:
             self._left_out = count
-            text = f"{many(count, 'training sample')} left out, since they could not be read: see skipped-rank*.jsonl"
+            text = f"{many(count, 'training sample')} could not be read and left out: see skipped-rank*.jsonl"
             self._rank.note("samples_skipped", text, "warning")
 
     # Steps.
