@@ -386,9 +386,7 @@ def test_rows_that_cannot_be_read_are_left_out_and_recorded(
     rows = read_jsonl(tmp_path / "skips" / "skipped-rank0.jsonl")
     assert {row["index"] for row in rows} == torn
     assert "record 21 of" in next(row["error"] for row in rows if row["index"] == 20)
-    assert any(
-        "3 training samples could not be read and left out" in getattr(event, "text", "") for event in events
-    )
+    assert any("3 training samples could not be read and left out" in getattr(event, "text", "") for event in events)
     assert all(torch.isfinite(value).all() for value in found.values())
 
 

@@ -327,9 +327,7 @@ def test_items_that_cannot_be_read_are_left_out_alike_on_one_and_three_ranks(tmp
     for run in ("one", "three"):
         rows = [row for file in (tmp_path / run).glob("skipped-rank*.jsonl") for row in read_jsonl(file)]
         assert sorted(row["index"] for row in rows) == [*Lines.torn, *(200 + number for number in Lines.torn[:3])]
-    assert any(
-        "7 training samples could not be read and left out" in getattr(event, "text", "") for event in events
-    )
+    assert any("7 training samples could not be read and left out" in getattr(event, "text", "") for event in events)
     with pytest.raises(LockstepError, match="line 7 is torn"):
         attempt(Tearing, tmp_path / "stops", training=TORN["training"])
     with pytest.raises(DataError, match=r"stream ended with an error: item 7 (.|\n)*no more items after"):
