@@ -351,7 +351,7 @@ def _reason_to_keep(loader: Any, *kinds: type) -> str | None:
     )
     if has_kind and not redrawn and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
         return None
-    return f"has its own {type(sampler if not has_kind or redrawn else loader.batch_sampler).__name__}"
+    return f"has a {type(sampler if not has_kind or redrawn else loader.batch_sampler).__name__}"
 
 
 _CUT = (

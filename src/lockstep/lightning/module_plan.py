@@ -93,14 +93,14 @@ def revised_plan(plan: Plan, config: RunConfig, loader: LoaderFacts) -> Plan:
 def _revised(decision: Decision, loader: LoaderFacts) -> Decision:
     key = decision.key
     if key in _BY_MODULE:
-        return replace(decision, value=None, shown="its own", reason=_BY_MODULE[key])
+        return replace(decision, value=None, shown="of the module", reason=_BY_MODULE[key])
     if key == "batch_size" and decision.value == loader.batch_size:
         return replace(decision, reason="set by the module's DataLoader")
     if key != "order":
         return decision
     if loader.batches is not None:
         reason = "the loader's order, which only one device can keep"
-        return replace(decision, value=None, shown="its own", reason=reason)
+        return replace(decision, value=None, shown="of the loader", reason=reason)
     if loader.shuffle:
         return replace(decision, reason="the DataLoader shuffles: Lockstep shuffles again in each epoch")
     return decide(key, (True, "index", "the DataLoader does not shuffle: index order"))
