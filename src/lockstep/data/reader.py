@@ -89,7 +89,7 @@ def _number_after_0(generator: Generator) -> int:
 
 
 @contextlib.contextmanager
-def _entered() -> Iterator[None]:
+def _generators_kept() -> Iterator[None]:
     states = [generator.enter() for generator in GENERATORS]
     try:
         yield
@@ -122,7 +122,7 @@ class Unreadable:
     stand_in: Any
 
 
-class _Wanted(NamedTuple):
+class _SampleRequest(NamedTuple):
     epoch: int
     indices: Indices
     keys: Indices
@@ -155,7 +155,7 @@ class Reader:
         self._has_items = not self._has_sample and callable(getattr(dataset, "__getitems__", None))
         self._readable: list[Any] = []  # the latest sample that was; only where others may be left out
         self._gives_list: bool | None = None  # what __getitems__ returns; not known yet
-        self._sown: frozenset[Generator] | None = None  # seeded for each sample; None: no batch was read yet
+        self._seeded: frozenset[Generator] | None = None  # seeded for each sample; None: no batch was read yet
         self._kind: Kind = None  # of the samples that were collated; None: none yet
 
     @property
@@ -199,12 +199,12 @@ class Reader:
                 return self._gather(indices)
             except Exception:  # one by one, they show which of them it is
                 self._gather = None
-        request = _Wanted(epoch, indices, indices if keys is None else keys)
-        with _entered():
-            items, drawn = self._samples(request, self._sown)
-            if drawn and self._sown is not None:
+        request = _SampleRequest(epoch, indices, indices if keys is None else keys)
+        with _generators_kept():
+            items, drawn = self._samples(request, self._seeded)
+            if drawn and self._seeded is not None:
                 items, drawn = self._samples(request, None)
-            self._sown = drawn | (self._sown or frozenset())
+            self._seeded = drawn | (self._seeded or frozenset())
             if items is None or self._collate is not default_collate:  # which draws nothing
                 key = derive_key("batch draws", self._seed, epoch, position)
                 for generator in GENERATORS:
@@ -212,41 +212,41 @@ class Reader:
             return self._collated(items, indices)
 
     def _samples(
-        self, request: _Wanted, sown: frozenset[Generator] | None
+        self, request: _SampleRequest, seeded: frozenset[Generator] | None
     ) -> tuple[list[Any] | None, frozenset[Generator]]:
         """Read samples, ``None`` if they are to be read as a whole; return also other generators that they drew from.
 
-        Each of ``sown`` is seeded for each sample; ``None``: all are, and each sample is checked for draws.
+        The generators ``seeded`` are seeded for each sample; ``None``: all are, and each sample is checked for draws.
         """
-        if sown is None:
+        if seeded is None:
             drawn = set[Generator]()
             return self._read(request, (), drawn), frozenset(drawn)
-        also_drawn = [generator for generator in GENERATORS if generator not in sown]
+        also_drawn = [generator for generator in GENERATORS if generator not in seeded]
         numbers = [_number_after_0(generator) for generator in also_drawn]
         for generator in also_drawn:
             generator.seed(0)
-        items = self._read(request, sown)
+        items = self._read(request, seeded)
         pairs = zip(also_drawn, numbers, strict=True)
         return items, frozenset(generator for generator, number in pairs if generator.number() != number)
 
     def _read(
-        self, request: _Wanted, sown: Collection[Generator], drawn: set[Generator] | None = None
+        self, request: _SampleRequest, seeded: Collection[Generator], drawn: set[Generator] | None = None
     ) -> list[Any] | None:
         """Read samples, ``None`` if they are to be read as a whole; add generators that they drew from to ``drawn``."""
         numbers: list[int] = request.indices.tolist()
         if self._gives_list is False:
             return None
-        if self._gives_list and not sown and drawn is None:
+        if self._gives_list and not seeded and drawn is None:
             with contextlib.suppress(Exception):  # one by one, they show which of them it is
                 return list(self._dataset.__getitems__(numbers))
-        sowing: Iterable[Any] = repeat(None)  # seeds when it is advanced
+        seeding: Iterable[Any] = repeat(None)  # seeds when it is advanced
         draws: Iterable[int] = repeat(0)
-        if sown or drawn is not None:
+        if seeded or drawn is not None:
             draws = draw_keys(self._seed, request.epoch, request.keys)
-            sowing = zip(*(map(generator.seed, draws) for generator in sown), strict=True) if sown else sowing
+            seeding = zip(*(map(generator.seed, draws) for generator in seeded), strict=True) if seeded else seeding
         items: list[Any] = []
         readable: list[int] = []
-        for index, key, draw_key, _ in zip(numbers, request.keys.tolist(), draws, sowing, strict=False):
+        for index, key, draw_key, _ in zip(numbers, request.keys.tolist(), draws, seeding, strict=False):
             firsts = {} if drawn is None else {generator: generator.first(draw_key) for generator in GENERATORS}
             for generator in firsts:
                 generator.seed(draw_key)
