@@ -63,8 +63,8 @@ def _expected_time(plan: Plan, runs_dir: Path) -> str:
                 f"{speed:,.0f} samples/s of {run.path.name}{waiting}"
             )
     return (
-        "no run of this task on these devices was measured yet: the same command with `train` in place of `plan`, and "
-        f"--fast-dev-run, measures {DEV_STEPS} steps and their input; then `plan` gives the time of the run"
+        "no time is known for this task on these devices: `train` with the same options and --fast-dev-run measures "
+        f"{DEV_STEPS} steps, then `plan` shows the time of the run"
     )
 
 
