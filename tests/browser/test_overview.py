@@ -77,10 +77,11 @@ def open_run(server: Address, open_page: OpenPage, **more: object) -> Page:
 
 
 def test_numbers_have_their_split_epoch_and_one_throughput(server: Address, open_page: OpenPage) -> None:
-    make_answered(runs_of(server))
+    run = make_answered(runs_of(server))
     page = open_run(server, open_page)
     answer = page.get_by_role("region", name="Answer")
     expect(answer).to_contain_text("0.875 best · epoch 2 · validation")
+    expect(answer.get_by_text("0.875", exact=True)).to_have_css("font-size", "30px")
     expect(answer).to_contain_text("Last 0.8125 · epoch 4 of 4")
     expect(answer).to_contain_text("no better for 2 epochs")
     table = page.get_by_role("table", name="Metrics")
@@ -104,6 +105,11 @@ def test_numbers_have_their_split_epoch_and_one_throughput(server: Address, open
         ]
     )
     assert ranks.locator("progress").evaluate_all("all => all.map((bar) => bar.value)") == [1, 0.75]
+    with run.ranks_file.open("a") as file:
+        work = [{"rank": rank, "own_s": 0.02, "wait_s": 0.06, "memory_gb": 2.5} for rank in (0, 1)]
+        file.write(json.dumps({"attempt": 1, "step": 41, "epoch": 5, "ranks": work}) + "\n")
+    expect(ranks).to_have_text([re.compile("20 ms work · 60 ms wait · 2.5 GB")] * 2)
+    assert ranks.locator("progress").evaluate_all("all => all.map((bar) => bar.value)") == [0.25, 0.25]
     page.get_by_role("tab", name="Log").click()
     expect(page.get_by_role("tabpanel", name="Log").locator("pre")).to_contain_text("epoch 1/4 val_accuracy 0.5")
 
@@ -142,9 +148,13 @@ def test_which_run_is_best_what_differs_and_does_it_improve(server: Address, ope
     make_answered(runs)
     make_answered(runs, "run-00000a22", scores=(0.25, 0.5, 0.625, 0.7125))
     make_answered(runs, "run-00000a33", scores=(0.5, 0.625, 0.75, 0.9375), lr=0.125)
+    others = {"run-00000a44": (0.125, 0.25, 0.5, 0.625), "run-00000a55": (0.5, 0.25), "run-00000a66": (0.25, 0.125)}
+    for name, scores in others.items():
+        make_answered(runs, name, scores=scores, lr=0.0625).update(git={"commit": "fedcba9876543210", "clean": True})
     page = open_page(server.url)
-    expect(page.get_by_role("link", name="run-00000a33")).to_be_visible()
-    page.evaluate("location.hash = '#/compare/run-00000a11,run-00000a22,run-00000a33'")
+    expect(page.get_by_role("link", name="run-00000a66")).to_be_visible()
+    names = ["run-00000a11", "run-00000a22", "run-00000a33", *others]
+    page.evaluate("names => { location.hash = `#/compare/${names}` }", names)
     table = page.get_by_role("table", name="Answer")
     expect(table.get_by_role("row", name=re.compile("a11.*no better for 2 epochs"))).to_be_visible()
     assert cells(table) == [
@@ -152,6 +162,9 @@ def test_which_run_is_best_what_differs_and_does_it_improve(server: Address, ope
         ["run-00000a11", "0.875", "2", "0.8125", "", "no better for 2 epochs", "0.625", "0.25"],
         ["run-00000a22", "0.7125", "4", "0.7125", "", "still improving", "0.625", "0.25"],
         ["run-00000a33", "0.9375 ★ best", "4", "0.9375", "", "still improving", "0.625", "0.125"],
+        ["run-00000a44", "0.625", "4", "0.625", "", "still improving", "0.625", "0.0625"],
+        ["run-00000a55", "0.5", "1", "0.25", "", "no better for 1 epoch", "0.625", "0.0625"],
+        ["run-00000a66", "0.25", "1", "0.125", "", "no better for 1 epoch", "0.625", "0.0625"],
     ]
     box = table.bounding_box()
     assert box is not None and box["y"] + box["height"] < 800, "without scrolling"
@@ -159,8 +172,8 @@ def test_which_run_is_best_what_differs_and_does_it_improve(server: Address, ope
     expect(table.locator("tbody th").first).to_have_css("font-variant-numeric", "normal")
     figure = page.get_by_role("figure", name="val accuracy per epoch")
     figure.locator(".u-over").hover(position={"x": 2, "y": 20})
-    expect(figure.locator(".tip dt")).to_have_text(["run-00000a11", "run-00000a22", "run-00000a33"])
-    expect(figure.locator(".tip dd")).to_have_text(["0.5", "0.25", "0.5"])
+    expect(figure.locator(".tip dt")).to_have_text(names)
+    expect(figure.locator(".tip dd")).to_have_text(["0.5", "0.25", "0.5", "0.125", "0.5", "0.25"])
     # Any axis, and the mean of each group: (0.8125 + 0.7125) / 2.
     page.get_by_label("X axis").select_option("samples")
     curve = page.get_by_role("img", name=re.compile("^val accuracy per epoch against samples"))
@@ -173,6 +186,22 @@ def test_which_run_is_best_what_differs_and_does_it_improve(server: Address, ope
     means = re.compile(r"^val accuracy per epoch .*lr 0.25 0.7625 at .*; lr 0.125 0.9375 at ")
     expect(page.get_by_role("img", name=means)).to_be_visible()
     assert "group=optimizer.lr" in page.url
+    commits = page.get_by_role("region", name="Results").get_by_role("row", name=re.compile("^git commit"))
+    expect(commits.get_by_role("cell")).to_have_text(["0123456789 + changes"] * 3 + ["fedcba9876"] * 3)
+
+
+def test_a_band_is_one_standard_deviation_where_all_lines_are(server: Address, open_page: OpenPage) -> None:
+    page = open_page(server.url)
+    expect(page.get_by_role("table", name="Runs")).to_be_visible()
+    mean_of = """async (lines) => {
+        const { meanOf } = await import('/static/app/overlay.js');
+        return meanOf(lines);
+    }"""
+    lines = [{"x": [0, 1, 2], "y": [9, 1, 2]}, {"x": [1, 2, 3], "y": [3, 6, 9]}, {"x": [1, 3], "y": [5, 9]}]
+    mean = page.evaluate(mean_of, lines)  # at 2, the third line is at 7, between its points
+    assert mean["x"] == [1, 2]
+    assert mean["y"] == [3, 5]
+    assert mean["band"] == [[1, pytest.approx(5 - 7**0.5)], [5, pytest.approx(5 + 7**0.5)]]
 
 
 @pytest.mark.slow
@@ -190,6 +219,10 @@ def test_the_way_back_leads_to_the_table_as_it_was(server: Address, open_page: O
     curves = page.get_by_role("region", name="Curves")
     expect(curves.get_by_role("figure", name="val accuracy per epoch")).to_be_visible()
     expect(curves).to_contain_text("The first 10 of 20 runs")
+    figure = curves.get_by_role("figure", name="val accuracy per epoch")
+    figure.locator(".u-over").hover(position={"x": 2, "y": 20})
+    expect(figure.locator(".tip dt")).to_have_text([f"run-{number:08x}" for number in range(1, 20, 2)])
+    expect(figure.locator(".tip dd")).to_have_text(["0.5"] * 10)
     view = page.get_by_role("region", name="Runs")
     view.evaluate("it => it.scrollTo(0, 120)")
     for way in ("← Runs", None):
@@ -230,7 +263,10 @@ def test_a_phone_has_every_column_and_names_have_a_title(server: Address, open_p
     for cell in row.locator("td[data-title]:not(:empty)").all():
         box = cell.bounding_box()
         assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= NARROW["width"]
-    expect(row.get_by_role("link")).to_have_attribute("title", re.compile(name.strip()))
+    link = row.get_by_role("link")
+    expect(link).to_have_attribute("title", re.compile(name.strip()))
+    assert link.evaluate("it => it.scrollWidth > it.clientWidth"), "it is cut"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.slow

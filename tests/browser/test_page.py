@@ -41,12 +41,30 @@ LATE_SOCKET = """window.WebSocket = class extends WebSocket {
 };"""
 
 
+#: Keeps the text of every frame, through reloads.
+FRAMES = """(() => {
+    const frames = JSON.parse(sessionStorage.frames ?? '[]');
+    const look = () => {
+        const text = document.body?.innerText ?? '';
+        if (text !== frames.at(-1)) frames.push(text);
+        sessionStorage.frames = JSON.stringify(frames);
+        requestAnimationFrame(look);
+    };
+    look();
+})()"""
+
+
 def test_a_first_visit_asks_for_each_module_at_once_and_for_few_answers(server: Address, open_page: OpenPage) -> None:
     page = open_page("about:blank")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(f"{request.method} {urlsplit(request.url).path}"))
     page.add_init_script(LATE_SOCKET)
+    page.add_init_script(FRAMES)
     page.goto(server.url)
+    expect(page.get_by_role("status").filter(has_text="Loading runs…")).to_be_visible()
+    frames = page.evaluate("JSON.parse(sessionStorage.frames)")
+    assert any("Loading runs…" in text for text in frames)
+    assert not [text for text in frames if "paste its token" in text], "the page with the token's field never shows"
     open_form(page)
     page.get_by_label("Search settings").fill("warm")
     expect(page.get_by_label("Warmup epochs")).to_be_visible()
@@ -499,6 +517,26 @@ def test_the_log_follows_its_end_and_another_file_shows_nothing_of_the_first(
     expect(log).to_contain_text("rank 1 line 199")
 
 
+def test_a_long_log_is_read_from_its_first_to_its_last_line(server: Address, open_page: OpenPage) -> None:
+    run = make_run(runs_of(server), "long log", "completed")
+    names = ["run.log", "rank-0.log", "rank-1.log"]
+    lines = {name: [f"{name} line {number}: äöü <b>" for number in range(50_000)] for name in names}
+    for name in names:
+        (run.logs / name).write_text("".join(f"{line}\n" for line in lines[name]))
+    page = open_page(server.url)
+    page.get_by_role("link", name="long log").click()
+    page.get_by_role("tab", name="Log").click()
+    panel = page.get_by_role("tabpanel", name="Log")
+    for name in names:
+        panel.get_by_label("File").select_option(name)
+        expect(panel.locator("pre")).to_have_text("\n".join(lines[name][-2000:]))
+        with page.expect_popup() as opened:
+            panel.get_by_role("link", name="all lines").click()
+        opened.value.wait_for_load_state()
+        assert opened.value.locator("pre").inner_text().splitlines() == lines[name]
+        opened.value.close()
+
+
 @pytest.mark.slow
 def test_a_narrow_screen_trains_too(server: Address, open_page: OpenPage) -> None:
     page = open_page(server.url, NARROW)
@@ -736,6 +774,42 @@ def test_axe_finds_no_serious_fault(server: Address, open_page: OpenPage, viewpo
         assert not serious, "\n".join(serious)
 
 
+#: The contrast of each cell's text with its colour, as WCAG 2.2 defines it.
+CONTRASTS = """() => {
+    const context = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+    const luminance = (colour) => {
+        context.fillStyle = colour;
+        context.fillRect(0, 0, 1, 1);
+        const linear = [...context.getImageData(0, 0, 1, 1).data].slice(0, 3).map((value) => value / 255)
+            .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+    };
+    return [...document.querySelectorAll('.confusion td')].map((cell) => {
+        const { color, backgroundColor } = getComputedStyle(cell);
+        const [low, high] = [luminance(color), luminance(backgroundColor)].sort((a, b) => a - b);
+        return (high + 0.05) / (low + 0.05);
+    });
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_cell_of_a_confusion_matrix_can_be_read(server: Address, open_page: OpenPage, scheme: str) -> None:
+    run = make_run(runs_of(server), "eleven classes", "completed")
+    matrix = [[0] * 11 for _ in range(11)]
+    for share in range(11):  # of ten samples, so many are right
+        matrix[share][share] = share
+        matrix[share][(share + 1) % 11] = 10 - share
+    write_json(run.path / "tables.json", {"test_confusion": matrix, "class_names": list("abcdefghijk")})
+    page = open_page(server.url, color_scheme=scheme)
+    page.get_by_role("link", name="eleven classes").click()
+    page.get_by_role("tab", name="Evaluation").click()
+    expect(page.locator(".confusion td")).to_have_count(121)
+    contrasts = page.evaluate(CONTRASTS)
+    assert len(contrasts) == 121
+    assert min(contrasts) >= 4.5
+    assert max(contrasts) < 21, "the cells have colours"
+
+
 @pytest.mark.slow
 def test_a_strangers_run_starts_nothing(open_page: OpenPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     canary, code = tmp_path / "canary", tmp_path / "modules" / "stranger_module.py"
@@ -773,12 +847,16 @@ def test_what_a_silent_server_said_looks_old_and_errors_end_with_it(open_page: O
         command.process.send_signal(signal.SIGSTOP)
         expect(connection).to_have_text(re.compile(r"no answer for \d+ s"))
         expect(stage).to_have_class(re.compile("stale"))
+        expect(stage.locator(".run-head .badge")).to_have_css("filter", "grayscale(1) opacity(0.6)")
         command.process.send_signal(signal.SIGCONT)
         expect(connection).to_have_text("live")
         expect(stage).not_to_have_class(re.compile("stale"))
+        expect(stage.locator(".run-head .badge")).to_have_css("filter", "none")
         command.kill()
         page.get_by_role("tab", name="Files").click()
-        expect(page.get_by_role("alert").filter(has_text="does not answer").last).to_be_visible()
+        told = page.get_by_role("tabpanel").get_by_role("alert").filter(has_text="does not answer").locator("div")
+        fix = "Fix: start it again with `lockstep studio`"
+        expect(told).to_have_text(["The studio does not answer.", "Runs continue without it.", fix])
     with start_studio(tmp_path, port=command.address.port):
         expect(page.get_by_role("link", name=run.steps_file.name)).to_be_visible()
         expect(page.get_by_role("alert")).to_have_count(0)

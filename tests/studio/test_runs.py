@@ -135,6 +135,9 @@ def test_runs_from_a_terminal_are_found_and_stopped(address: Address, tmp_path: 
         process.kill()
         process.communicate()
     assert address.wait_for("by hand", "stopped")["status"] == "stopped"
+    log = address.get("/api/runs/by hand/log")
+    assert log["names"][0] == log["name"] == "run.log"
+    assert any("stopped" in line for line in log["lines"][-5:]), log["lines"]
 
 
 @pytest.mark.drill

@@ -242,12 +242,12 @@ class Runs:
         return {"files": _files(self._index.run_folder(name).path)}
 
     def file(self, name: RunName, path: Annotated[str, Query(max_length=1000)]) -> Response:
-        """A file of the run: pictures and recordings are shown, others downloaded."""
+        """Send a file of the run: logs, pictures and recordings are shown, others downloaded."""
         folder = self._index.run_folder(name).path
         if path not in {file["path"] for file in _files(folder)}:
             raise ApiError("NOT_FOUND", 404, f"run {name} has no file {path[:200]!r}", fix="reload the list")
         file = folder / path
-        kind = {".png": "image/png", ".wav": "audio/wav"}.get(file.suffix)
+        kind = {".log": "text/plain", ".png": "image/png", ".wav": "audio/wav"}.get(file.suffix)
         headers = {
             "content-security-policy": _FILE_CSP,
             "content-disposition": f"{'inline' if kind else 'attachment'}; filename*=UTF-8''{quote(file.name)}",

@@ -16,7 +16,7 @@ export const MOST_COMPARED = 20;
 /** Most settings beside the results; all of them are in a table below. */
 const MOST_SETTINGS = 5;
 
-/** One row a run: its monitored metric, whether it still improves, the test, and the settings that differ. */
+/** A row for each run: monitored metric, trend, test results, and the settings that differ. */
 function Answers({ answer, ids }) {
   const rows = new Map(useRuns(ids).map((data) => [data.id, data.epochs.value]));
   const states = answer.runs.map((run) => standing(run, rows.get(run.id) ?? []));
@@ -34,7 +34,7 @@ function Answers({ answer, ids }) {
   };
   const names = labelsOf(answer.runs);
   return html`<section class="card scroll-x metric-table answers" aria-label="Answer" tabindex="0">
-    <${Table} label="Answer" heads=${heads} rows=${answer.runs.map((run, at) => [html`<a class="clip" href=${address("run", [run.id])} title=${names[at]}><${Swatch} ...${looks({ index: at })} /> ${names[at]}</a>`, ...cells(run, at), ...settings.map(({ values }) => plain(values[at]))])} />
+    <${Table} label="Answer" heads=${heads} rows=${answer.runs.map((run, at) => [html`<${Swatch} ...${looks({ index: at })} /> <a class="clip" href=${address("run", [run.id])} title=${names[at]}>${names[at]}</a>`, ...cells(run, at), ...settings.map(({ values }) => plain(values[at]))])} />
   </section>`;
 }
 
@@ -44,7 +44,7 @@ const varied = (rows) => rows.filter(({ values }) => new Set(values.filter(Numbe
 /** Most axes of the parallel coordinates: settings first, then results. */
 const MOST_AXES = 10;
 
-/** A line for each run through its numbers, each on an axis from the least to the largest of the runs. */
+/** A line for each run through its numbers; each axis runs from the smallest to the largest value. */
 function Parallel({ answer }) {
   const results = varied(answer.metrics);
   const axes = [...varied(answer.config).slice(0, Math.max(MOST_AXES - results.length, MOST_AXES / 2)), ...results].slice(0, MOST_AXES);
@@ -84,7 +84,7 @@ function Differences({ title, rows, heads, none }) {
   </section>`;
 }
 
-/** The runs that were chosen, or those with a tag, such as the runs of a sweep. */
+/** The selected runs, or all runs with a tag, such as those of a sweep. */
 export function Compare() {
   const { view, ids: refs, query } = route.value;
   const tag = view === "group" ? refs[0] : null;
@@ -95,7 +95,7 @@ export function Compare() {
   const wanted = ids.map((id) => `run=${encodeURIComponent(id)}`).join("&");
   const states = (runs.value ?? []).filter((run) => ids.includes(run.id)).map((run) => run.status).join();
   const { found: answer, error } = useAnswer(ids.length > 1 ? `/compare?${wanted}` : null, [states]);
-  // Over the seeds of a sweep, unless the link says otherwise.
+  // The mean over the seeds of a sweep, unless the link names another grouping.
   const repeated = ({ key, values }) => tag && !key.endsWith("seed") && new Set(values).size < values.length && key !== "name";
   const grouped = answer?.config.find(({ key }) => key === query.get("group")) ?? (query.has("group") ? null : answer?.config.find(repeated));
   const groups = grouped && new Map(answer.runs.map(({ id }, at) => [id, `${grouped.key.split(".").at(-1)} ${plain(grouped.values[at])}`]));

@@ -1,12 +1,12 @@
-// The log of a run: one file at a time, its end followed, colours of the terminal, search.
+// The log of a run: the end of one file, followed, with the terminal's colours and a search; a link shows all lines.
 
 import { html, useEffect, useRef, useState } from "./html.js";
-import { runPath, useAnswer } from "./api.js";
+import { filePath, runPath, useAnswer } from "./api.js";
 import { many } from "./format.js";
 import { isGoing } from "./live.js";
 import { Search, Select, Tick } from "./ui.js";
 
-/** Of the style sheet, by the last digit of a code. */
+/** Colours of the style sheet, by the last digit of an ANSI code. */
 const COLOURS = ["", "bad", "good", "warn", "info", "series-4", "series-3", ""];
 const COLOUR = /\u001b\[([\d;]*)m/;
 const OTHERS = /\u001b\[[\d;?]*[A-Za-ln-z]/g;
@@ -26,11 +26,11 @@ function parts(line) {
   }).filter(([text]) => text);
 }
 
-/** Text of a terminal: its colours, without its other codes. */
+/** Text of a terminal with its colours, without its other codes. */
 export const Coloured = ({ text }) =>
   text.split("\n").map((line, at) => html`<span key=${at}>${parts(line).map(([part, style]) => html`<span style=${style}>${part}</span>`)}${"\n"}</span>`);
 
-/** How many lines are shown of the end of a file. */
+/** Maximum number of lines that are shown of the end of a file. */
 const LINES = 2000;
 
 export function Log({ run, names }) {
@@ -47,14 +47,14 @@ export function Log({ run, names }) {
   if (!chosen) return html`<p class="empty">This run has no log yet.</p>`;
   const wanted = text.toLowerCase();
   const lines = (log?.lines ?? []).filter((line) => line.toLowerCase().includes(wanted));
-  // Scrolling up stops following, and the end follows again.
+  // Scrolling up ends following; scrolling to the end starts it again.
   const scrolled = ({ currentTarget: { scrollTop, scrollHeight, clientHeight } }) => setFollow(scrollHeight - scrollTop - clientHeight < 8);
   return html`<div class="card stack">
     <div class="row wrap">
       <${Select} label="File" value=${chosen} options=${names} onChange=${setName} />
       <${Search} label="Search the log" grow="grow" text=${text} onSearch=${setText} />
       <${Tick} on=${follow} onTick=${setFollow}>Follow<//>
-      <span class="muted number">${many(lines.length, "line")}${log?.truncated ? ", the last ones; the file is in Files" : ""}</span>
+      <span class="muted number">${many(lines.length, "line")}${log?.truncated && html` at the end of the file; <a href=${filePath(run.id, `logs/${chosen}`)} target="_blank" rel="noopener">all lines</a>`}</span>
     </div>
     <pre class="wrap log" tabindex="0" aria-label="Log" ref=${box} onScroll=${scrolled}>${lines.length ? html`<${Coloured} text=${lines.join("\n")} />` : log ? "the log is empty" : "loading…"}</pre>
   </div>`;

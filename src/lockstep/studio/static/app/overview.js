@@ -10,7 +10,7 @@ import { Search, Table } from "./ui.js";
 
 /** More metrics than this have a search field. */
 const FEW_METRICS = 12;
-/** Ranks that are drawn; of more, the slowest and the first ones. */
+/** Maximum number of ranks that are drawn: the slowest and the first ones. */
 const MOST_RANKS = 16;
 
 /** A line through `values`, as wide as a cell. */
@@ -133,7 +133,7 @@ function Ranks({ run, data }) {
   </section>`;
 }
 
-/** Samples per second as the chart has them: the newest value, and after the end the mean of the training time. */
+/** Samples per second, as in the chart: the newest value, or the mean over the training time of an ended run. */
 function speedOf(run, steps) {
   const column = (name) => steps?.column(name)?.findLast(Number.isFinite);
   if (isGoing(run)) return column("samples_per_s");
@@ -142,11 +142,12 @@ function speedOf(run, steps) {
 
 function Progress({ run, steps }) {
   const share = run.progress ?? 0;
+  const place = (noun, at, total) => at !== null && `${noun} ${number(at)}${total ? ` of ${number(total)}` : ""}`;
   const speed = speedOf(run, steps);
   const parts = [
     isGoing(run) && (run.starting ? "starting" : percent(share)),
-    run.step !== null && `step ${number(run.step)} of ${number(run.total_steps)}`,
-    run.epoch !== null && `epoch ${number(run.epoch)} of ${number(run.epochs)}`,
+    place("step", run.step, run.total_steps),
+    place("epoch", run.epoch, run.epochs),
     Number.isFinite(speed) && `${number(speed, 3)} samples/s${isGoing(run) ? "" : " on average"}`,
     isGoing(run) ? run.eta_s !== null && `${duration(run.eta_s)} left` : took(run) >= 0 && `took ${duration(took(run))}`,
   ];
@@ -165,7 +166,7 @@ export const Facts = ({ run }) => html`<dl class="facts-list">
   <dt>Folder</dt><dd class="mono clip" title=${run.path}>${run.path}</dd>
 </dl>`;
 
-/** What a person looks for first. `data`: the run's curves, once they are there. */
+/** The first screen of a run. `data`: the run's curves, once loaded. */
 export function Summary({ run, detail, data }) {
   const rows = data?.epochs.value ?? [];
   return html`
