@@ -27,7 +27,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 
 #: Codes that would move a terminal's cursor, change its state or the direction of text; not tab and line feed.
 _CONTROL = dict.fromkeys(
@@ -45,6 +47,8 @@ class LockstepError(Exception):
 
     code = "ERROR"
     exit_code = 1
+    #: The problem of each wrong setting, by its key, in an error about single settings.
+    settings: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
         super().__init__(what)

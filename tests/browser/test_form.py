@@ -62,10 +62,58 @@ def test_labels_follow_the_ticks(server: Address, open_page: OpenPage, viewport:
     page.get_by_label("Number of ranks").fill("4")
     expect(batch).to_have_text(re.compile("4 CPU ranks"))
     expect(page.get_by_text(re.compile("is not supported on"))).to_be_hidden()  # "32" is, and others matter to nobody
-    page.get_by_role("textbox", name="Batch size", exact=True).fill("many")
+    size = page.get_by_role("textbox", name="Batch size", exact=True)
+    size.fill("many")
     expect(run).to_be_disabled()
-    expect(page.get_by_text(re.compile("training.batch_size: input should be a valid integer.*many"))).to_be_visible()
+    expect(run).to_have_accessible_description(re.compile("training.batch_size: input should be a valid integer.*many"))
+    expect(size).to_have_accessible_description(re.compile("^input should be a valid integer.*many"))
     expect(page.get_by_text("of earlier input")).to_be_visible()
+
+
+def test_an_error_stands_beside_its_field_and_run_leads_to_the_first(server: Address, open_page: OpenPage) -> None:
+    page = open_form(open_page(server.url))
+    form = page.get_by_role("dialog", name="Configuration")
+    run, foot = form.get_by_role("button", name="Run", exact=True), form.locator(".foot")
+    epochs, betas = form.get_by_label("Epochs", exact=True), form.locator("[name='optimizer.betas']")
+    optimizer, wrong = (
+        form.locator("details").filter(has=page.locator("[name='optimizer.betas']")),
+        form.locator("[aria-invalid=true]"),
+    )
+    expect(run).to_be_enabled()
+    expect(wrong).to_have_count(0)
+    load(server, page, training={"epochs": 7}, optimizer={"betas": [0.5, 0.75]})
+    betas.fill("0.5, large")
+    epochs.fill("-3")
+    expect(foot).to_have_text("RunTo correct: Epochs, Betas")
+    assert wrong.evaluate_all("all => all.map(({ name }) => name)") == ["training.epochs", "optimizer.betas"]
+    expect(epochs).to_have_accessible_description(
+        re.compile(r"^input should be greater than or equal to 1 \(given: -3\)")
+    )
+    expect(betas).to_have_accessible_description(re.compile(r"^input should be a valid number.* \(given: 'large'\)"))
+
+    # Run leads to the first one, then to the next one, also in a folded section and while others are searched for.
+    optimizer.locator("summary").click()
+    expect(betas).to_be_hidden()
+    run.click(force=True)  # it is disabled, and says why
+    expect(epochs).to_be_focused()
+    epochs.fill("3")
+    expect(foot).to_have_text("RunTo correct: Betas")
+    expect(epochs).not_to_have_attribute("aria-invalid", "true")
+    form.get_by_label("Search settings").fill("seed")
+    run.press("Enter")
+    expect(betas).to_be_focused()
+    expect(betas).to_have_value("0.5, large")
+
+    # Devices, and an error that no field has, which stays where it is.
+    load(server, page, hardware={"selected_devices": ["gpu:7"]})
+    boxes = form.get_by_role("group", name="Devices").get_by_role("checkbox")
+    expect(wrong).to_have_count(4)
+    expect(boxes.first).to_have_accessible_description(re.compile("^there is no gpu:7 on this machine"))
+    run.click(force=True)
+    expect(boxes.first).to_be_focused()
+    load(server, page, hardware={"precision": "tf32", "matmul_precision": "highest"})
+    expect(foot.get_by_role("alert")).to_contain_text("precision is tf32 and matmul_precision is highest")
+    expect(wrong).to_have_count(0)
 
 
 def test_configurations_are_saved_and_loaded(server: Address, open_page: OpenPage) -> None:
@@ -157,7 +205,9 @@ def test_every_setting_has_a_field_and_a_mistake_goes_with_it(server: Address, o
     expect(options).to_have_value("nesterov: true, momentum: 0.5")
     expect(page.get_by_label("YAML", exact=True)).to_contain_text("momentum: 0.5")
     options.fill("nesterov")
-    expect(page.get_by_text("optimizer.options: input should be a valid dictionary")).to_be_visible()
+    expect(options).to_have_accessible_description(
+        re.compile(r"^input should be a valid dictionary \(given: 'nesterov'\)")
+    )
     options.fill("")
     expect(run).to_be_enabled()
     for seed in (2**53 - 1, 2**53 + 1):  # a browser would round the second

@@ -88,6 +88,7 @@ def test_an_absent_gpu_is_named_with_what_is_here(two_gpus: Address) -> None:
     assert not answer["run"]["enabled"]
     assert "gpu:7" in answer["run"]["reason"]
     assert "gpu:1" in answer["problem"]["fix"]
+    assert answer["problem"]["settings"] == {"hardware.selected_devices": answer["run"]["reason"]}
 
 
 def test_precisions_that_a_device_lacks_are_off_with_the_reason(two_gpus: Address) -> None:
@@ -99,6 +100,7 @@ def test_precisions_that_a_device_lacks_are_off_with_the_reason(two_gpus: Addres
         assert "gpu:2" in found[name]["reason"]
     refused = plan(two_gpus, ["gpu:2"], hardware={"precision": "bf16-mixed"})
     assert not refused["run"]["enabled"]
+    assert refused["problem"]["settings"] == {"hardware.precision": refused["run"]["reason"]}
     assert all(row["supported"] for row in plan(two_gpus, ["gpu:0", "gpu:1"])["precisions"])
 
 
@@ -174,8 +176,16 @@ def test_bad_settings_are_an_answer_and_forbidden_ones_a_refusal(two_gpus: Addre
     wrong = plan(two_gpus, ["cpu"], training={"epoch": 3})
     assert wrong["problem"]["code"] == "INVALID_CONFIG"
     assert "training.epochs" in wrong["problem"]["fix"]
+    assert wrong["problem"]["settings"] == {}
     wrong = plan(two_gpus, ["cpu"], task={"samples": "many"})
     assert wrong["problem"]["code"] == "INVALID_CONFIG"
+    assert wrong["problem"]["settings"].keys() == {"task.samples"}
+    assert wrong["problem"]["message"] == f"task.samples: {wrong['problem']['settings']['task.samples']}"
+    wrong = plan(two_gpus, ["cpu"], training={"epochs": 0, "batch_size": 0})
+    at_least_one = "input should be greater than or equal to 1 (given: 0)"
+    assert wrong["problem"]["settings"] == dict.fromkeys(("training.epochs", "training.batch_size"), at_least_one)
+    wrong = plan(two_gpus, ["cpu"] * 99)
+    assert wrong["problem"]["settings"] == {"hardware.selected_devices": "99 ranks on the CPU are too many"}
     for config in ({"save_dir": "elsewhere"}, {"storage": {"mirror": "s3://x"}}, {"task": {"name": "os:system"}}):
         refused = two_gpus.post("/api/plan", {"task": TOY, "config": config}, 422)
         assert refused["code"] == "SETTING_NOT_ALLOWED"

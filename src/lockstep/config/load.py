@@ -317,6 +317,7 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
     """Convert all errors of pydantic in the input of ``model`` to one :class:`ConfigError`."""
     problems = []
     fixes = []
+    settings = {}
     for item in error.errors():
         key = prefix + ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
@@ -331,18 +332,21 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
             fixes.append(f"did you mean {prefix}{nearest}?" if nearest else "docs/configuration.md lists every key")
         elif item["type"] == "missing":
             problems.append(f"{key} is required")
+            settings[key] = "a value is required"
             fixes.append(f"set it: --set {key}=…")
         elif key:
             value = item.get("input")
             if item["type"] == "string_type" and isinstance(value, bool | int | float):
                 fixes.append(f"a text that looks like another value needs quotes: --set {key}='\"…\"'")
             shown = "" if isinstance(value, dict) else f" (given: {repr(value)[:200]})"
-            problems.append(f"{key}: {message[:1].lower() + message[1:]}{shown}")
+            settings[key] = f"{message[:1].lower() + message[1:]}{shown}"
+            problems.append(f"{key}: {settings[key]}")
         else:
             problems.append(message)
-    return ConfigError(
-        "; ".join(problems), fix="; ".join(dict.fromkeys(fixes)) or "docs/configuration.md lists the values"
-    )
+    fix = "; ".join(dict.fromkeys(fixes)) or "docs/configuration.md lists the values"
+    refusal = ConfigError("; ".join(problems), fix=fix)
+    refusal.settings = settings
+    return refusal
 
 
 def _nearest(location: tuple[int | str, ...], model: type[BaseModel]) -> str | None:

@@ -20,7 +20,7 @@ from lockstep.studio.commands import owner, works_on
 from lockstep.studio.home import Home
 from lockstep.studio.index import RunIndex
 from lockstep.studio.planner import Planner, refusal
-from lockstep.studio.schemas import PlanBody, TaskBody
+from lockstep.studio.schemas import PlanBody, TaskBody, problem_of
 from lockstep.studio.settings import OfferedTasks, RunRequest
 
 
@@ -150,7 +150,7 @@ class Forms:
         reason = problem.what if problem is not None and not later else None
         return {
             "run": {"enabled": reason is None, "reason": reason},
-            "problem": problem.as_dict() if problem else None,
+            "problem": problem_of(problem) if problem else None,
             "labels": _labels(placement, plan),
             "notes": plan["notes"] if plan is not None else notes,
             "plan": plan,

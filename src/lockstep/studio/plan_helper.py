@@ -1,8 +1,8 @@
 """The studio's helper process: it imports tasks, reads the sizes of their data and makes plans.
 
-``python -m lockstep.studio.plan_helper DESCRIPTOR``: the descriptor is one end of a pipe, and each JSON document that
-arrives is answered with one. The process ends when the other end is closed, so it never outlives the studio, which
-itself imports neither torch nor a user's code.
+The argument of the process is the descriptor of one end of a pipe; each JSON document that arrives is answered with one.
+The process ends when the other end is closed, so it never outlives the studio, which itself imports neither torch nor a
+user's code.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lockstep.hardware.resolve import resolve_placement
 from lockstep.hardware.world import World
 from lockstep.launch.prepare import plan_for, settle
 from lockstep.rundir.files import plain
+from lockstep.studio.schemas import problem_of
 from lockstep.tasks.registry import find_task
 
 #: Data on disk may change while the studio is open.
@@ -75,7 +76,7 @@ def _describe_task(name: str) -> dict[str, Any]:
 
 def _error(error: Exception) -> dict[str, Any]:
     if isinstance(error, LockstepError):
-        return error.as_dict()
+        return problem_of(error)
     reason = f"{type(error).__name__}: {error}"
     return {"code": "TASK_NOT_USABLE", "message": "the task failed", "why": reason, "fix": "correct the task"}
 
@@ -86,7 +87,3 @@ def main() -> None:
         while True:
             request = json.loads(pipe.recv_bytes())
             pipe.send_bytes(json.dumps(plain(helper.answer(request))).encode())
-
-
-if __name__ == "__main__":
-    main()

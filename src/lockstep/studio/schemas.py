@@ -10,6 +10,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from lockstep.errors import LockstepError, RunFolderError, StorageError, UsageError
 
 _MAX_DEPTH = 20
+#: The setting that an error of this code is about.
+_SETTINGS = {"GPU_NOT_AVAILABLE": "hardware.selected_devices", "PRECISION_NOT_AVAILABLE": "hardware.precision"}
 
 
 def _check_text(value: Any, depth: int = 0) -> None:
@@ -93,6 +95,12 @@ def status_of(error: LockstepError) -> int:
     if isinstance(error, RunFolderError | StorageError):
         return 409 if isinstance(error, RunFolderError) else 507
     return 422 if error.exit_code == UsageError.exit_code else 500
+
+
+def problem_of(error: LockstepError) -> dict[str, Any]:
+    """Return the JSON of an error, with the problem of each of its settings, by key."""
+    setting = _SETTINGS.get(error.code)
+    return {**error.as_dict(), "settings": {setting: error.what} if setting else dict(error.settings)}
 
 
 def body_of(error: LockstepError) -> dict[str, Any]:

@@ -158,12 +158,15 @@ def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home)
 
 def check_ranks(devices: Sequence[str]) -> None:
     """Raises :class:`ConfigError` for more processes on the CPU than the page starts."""
-    if (ranks := sum(device == "cpu" for device in devices)) > MOST_CPU_RANKS:
-        raise ConfigError(
+    ranks = sum(device == "cpu" for device in devices)
+    if ranks > MOST_CPU_RANKS:
+        refusal = ConfigError(
             f"{ranks} ranks on the CPU are too many",
             why=f"the page starts at most {MOST_CPU_RANKS}",
             fix="select fewer, or start this run from a terminal",
         )
+        refusal.settings = {"hardware.selected_devices": refusal.what}
+        raise refusal
 
 
 def for_page(value: Any) -> Any:

@@ -1,9 +1,9 @@
-// The middle column: the configuration as a form, as YAML and as a command.
+// The form of a new run, with its configuration as YAML and as a command.
 
 import { html, signal, useRef, useState } from "./html.js";
 import { get, post, put, remove, useAnswer } from "./api.js";
 import { devices, schema, tasks } from "./catalogue.js";
-import { body, chooseTask, draft, filled, getAt, isChanged, planned, replaceDraft, task, valueOf, whyNot } from "./draft.js";
+import { body, chooseTask, draft, filled, getAt, isChanged, isOf, planned, problem, replaceDraft, task, valueOf, whyNot } from "./draft.js";
 import { Field } from "./fields.js";
 import { number, titleOf } from "./format.js";
 import { Hardware } from "./hardware.js";
@@ -16,16 +16,16 @@ const NETWORK = new Set(
   "model size form downsample hidden width layers heads memory theta dropout batchnorm code channels kernel patch".split(" "),
 );
 const REPRODUCIBILITY = ["seed", "reproducibility", "lanes", "threads"];
-/** Sections that most runs do not change, with their titles. */
+/** Titles of the sections that few runs change. */
 const FURTHER = Object.entries({
   data: "Data", distributed: "Communication between ranks", fsdp: "Sharding (strategy fsdp)", pipeline: "Pipeline (strategy pipeline)", validation: "Validation",
   averaging: "Averaging of weights", checkpoint: "Checkpoints", storage: "Mirror", telemetry: "Logging", launch: "Launching", debug: "Debugging",
 });
 
-/** Of the training section and of others, what most runs set. */
+/** The settings that most runs change, in the order of the form. */
 const FIRST = ["training.epochs", "training.max_steps", "training.batch_size", "training.accumulate", "optimizer.lr", "training.early_stopping_patience"];
 const isFirst = ([path]) => FIRST.includes(path.join("."));
-/** Shows only fields whose name or description has this text. */
+/** Text of the search; only fields with it in their name or description are shown. */
 const search = signal("");
 
 function found([path, { description = "" }]) {
@@ -69,17 +69,17 @@ function taskFields(wanted) {
 function Group({ title, fields = [], open = false, children }) {
   const changed = fields.filter(([path]) => isChanged(path)).length;
   const searched = Boolean(search.value);
-  const shown = searched ? fields.filter(found) : fields;
-  if (searched && !shown.length) return null;
+  // Fields are hidden, not removed: a removed field drops its invalid input.
+  const isShown = (field) => !searched || found(field);
   const head = html`${title}${changed > 0 && html`<span class="changed">${changed} changed</span>`}`;
-  return html`<${Fold} kind="group" title=${head} open=${open || changed > 0} forced=${searched}>
+  return html`<${Fold} kind="group" title=${head} open=${open || changed > 0} forced=${searched} hidden=${searched && !fields.some(found)}>
     ${() => html`<div class="body">
-      ${!searched && children} ${shown.map(([path, property]) => html`<${Field} key=${path.join(".")} path=${path} schema=${property} label=${path[1] === "name" ? title : undefined} />`)}
+      ${!searched && children} ${fields.map(([path, property]) => html`<div key=${path.join(".")} hidden=${!isShown([path, property])}><${Field} path=${path} schema=${property} label=${path[1] === "name" ? title : undefined} /></div>`)}
     </div>`}
   <//>`;
 }
 
-/** The tasks, and those of the Python files in the folder in which the studio was started. */
+/** The offered tasks, and the tasks of Python files in the studio's working folder. */
 function TaskChoice() {
   const { found } = useAnswer("/tasks/files", [tasks.value]);
   const files = (found?.files ?? []).map((path) => [`file ${path}`, `${path} (in this folder)`, { title: path }]);
@@ -167,14 +167,30 @@ function LoadDialog({ onClose }) {
 
 const newId = () => `run-${[...crypto.getRandomValues(new Uint8Array(4))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
 
-/** What to do in the form, by the code of a problem of the plan. */
-const FIXES = { __proto__: null, GPU_NOT_AVAILABLE: "select a device above", PRECISION_NOT_AVAILABLE: "choose another precision, or another device" };
+/** Every field of the form. */
+const allFields = () => [
+  ...["training", "optimizer", "scheduler", ...FURTHER.map(([section]) => section)].flatMap(relevant),
+  ...[true, false].flatMap(taskFields),
+  ...fieldsOf("hardware", (name) => ["selected_devices", "precision", "strategy"].includes(name)),
+];
+
+/** Leads to the first field with an error, also in a folded section. */
+function showFirstError() {
+  search.value = "";
+  setTimeout(() => {
+    const field = document.querySelector(".drawer [aria-invalid]");
+    if (field) field.closest("details").open = true;
+    field?.focus();
+  });
+}
 
 function RunButton() {
   const [busy, setBusy] = useState(false);
   const id = useRef(newId());
   const why = whyNot.value;
-  const problem = planned.value.answer?.problem;
+  const keys = Object.keys(problem.value?.settings ?? {});
+  const hasField = (key) => allFields().some(([path]) => isOf(key, path));
+  const isBesideFields = keys.length > 0 && keys.every(hasField);
   const start = async () => {
     setBusy(true);
     try {
@@ -192,9 +208,9 @@ function RunButton() {
     }
   };
   return html`<div class="stack">
-    ${problem && html`<${Problem} error=${{ ...problem, fix: FIXES[problem.code] ?? problem.fix }} />`}
-    <${Button} kind="primary" why=${why} busy=${busy} onClick=${start}>${busy ? "Starting…" : "Run"}<//>
-    ${why && !problem && html`<p class="muted">${why}</p>`}
+    ${!isBesideFields && html`<${Problem} error=${problem.value} />`}
+    <${Button} kind="primary" why=${why} busy=${busy} onClick=${start} onRefused=${isBesideFields ? showFirstError : undefined}>${busy ? "Starting…" : "Run"}<//>
+    ${isBesideFields ? html`<p class="muted">To correct: ${keys.map((key) => titleOf(key.split(".")[1])).join(", ")}</p>` : why && !problem.value && html`<p class="muted">${why}</p>`}
   </div>`;
 }
 

@@ -9,7 +9,7 @@ const WAIT_MS = 150;
 
 export const getAt = (tree, path) => path.reduce((node, key) => (node === null || node === undefined ? undefined : node[key]), tree);
 
-/** A copy of `tree` with `value` at `path`; `undefined` removes it and sections that become empty. */
+/** A copy of `tree` with `value` at `path`; `undefined` removes it, and sections left empty. */
 function setAt(tree, [key, ...rest], value) {
   const copy = { ...tree };
   if (rest.length) {
@@ -23,21 +23,21 @@ function setAt(tree, [key, ...rest], value) {
 
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 
-/** {task, name, config}: as the server gets it. */
+/** {task, name, config}, as sent to the server. */
 export const draft = stored(sessionStorage, "lockstep-draft", { task: "har", name: "", config: {} });
 
 export const task = computed(() => tasks.value?.find(({ name }) => name === draft.value.task) ?? null);
 
 /**
- * The selected devices: the draft's, else the default (GPU 0, else the CPU). `all` means every GPU, or the CPU
- * where there is none.
+ * The selected devices: the draft's, else the default (GPU 0, else the CPU). `all`: every GPU, or the CPU on a machine
+ * without one.
  */
 export const ticked = computed(() => {
   const chosen = draft.value.config.hardware?.selected_devices ?? devices.value?.default ?? [];
   return chosen.join() === "all" ? bestDevices() : chosen;
 });
 
-/** The value that a setting has without the form: the default of a task, else the general one. */
+/** The default of a setting: that of the task, else the general one. */
 export function defaultOf(path, of = task.value) {
   if (path[0] === "task") return of?.schema.properties?.[path[1]]?.default ?? null;
   return getAt(of?.defaults, path) ?? getAt(schema.value?.defaults, path) ?? null;
@@ -58,7 +58,7 @@ export function change(path, value) {
 const withDevices = (selected) => setAt(draft.value.config, ["hardware", "selected_devices"], selected);
 export const tick = (selected) => (draft.value = { ...draft.value, config: withDevices(selected) });
 
-/** Counts up when the whole form is filled again, so that unfinished input is dropped. */
+/** Incremented when the whole form is filled, which drops unfinished input. */
 export const filled = signal(0);
 
 export function replaceDraft({ task: of, config, name = "" }) {
@@ -66,7 +66,7 @@ export function replaceDraft({ task: of, config, name = "" }) {
   draft.value = { task: of, config, name };
 }
 
-/** Another task has other settings; the rest is kept. */
+/** Choose another task; settings outside `task` are kept. */
 export function chooseTask(name) {
   const { task: _, ...rest } = draft.value.config;
   replaceDraft({ ...draft.value, task: name, config: rest });
@@ -79,13 +79,13 @@ export const body = computed(() => ({
   config: withDevices(ticked.value),
 }));
 
-/** The newest answer of POST /api/plan, its error, whether a newer one is on its way, and the last plan that was made. */
+/** The newest answer of POST /api/plan, its error, whether a newer one is expected, and the last complete plan. */
 export const planned = signal({ answer: null, error: null, waiting: true, plan: null });
 
 let timer = 0;
 let turns = 0;
 
-/** An answer that arrives after a newer request is dropped. */
+/** Request a plan; drop the answer if a newer request was made. */
 async function ask(request) {
   const turn = ++turns;
   const answer = await post("/plan", request).then((plan) => ({ answer: plan, error: null }), (error) => ({ answer: null, error }));
@@ -95,7 +95,7 @@ async function ask(request) {
 /** The running runs: the plan warns if they share devices with the draft. */
 const going = computed(() => (runs.value ?? []).filter(isGoing).map(({ id }) => id).join());
 
-/** Requests the plan when the draft or the running runs change, and again after an error when the studio is back. */
+/** Request the plan when the draft or the running runs change, and after a reconnection. */
 export function keepPlanning() {
   let before = "";
   effect(() => {
@@ -106,6 +106,24 @@ export function keepPlanning() {
     timer = setTimeout(() => ask(body.peek()), before ? WAIT_MS : 0);
     before = now;
   });
+}
+
+/** Corrections in the words of the form, by the code of a problem of the plan. */
+const FIXES = { __proto__: null, GPU_NOT_AVAILABLE: "select a device above", PRECISION_NOT_AVAILABLE: "choose another precision, or another device" };
+
+/** The problem of the plan as an error to show, or null. `settings`: the problem of each wrong setting, by its key. */
+export const problem = computed(() => {
+  const found = planned.value.answer?.problem;
+  return found ? { ...found, fix: FIXES[found.code] ?? found.fix } : null;
+});
+
+/** Whether `key` names the setting at `path`, or a part of it, such as an item of a list. */
+export const isOf = (key, path) => `${key}.`.startsWith(`${path.join(".")}.`);
+
+/** The error to show beside the setting at `path`, or null. */
+export function problemOf(path) {
+  const texts = Object.entries(problem.value?.settings ?? {}).filter(([key]) => isOf(key, path)).map(([, text]) => text);
+  return texts.length ? { ...problem.value, message: texts.join("; ") } : null;
 }
 
 /** Why Run is disabled, as the server says; empty if it is not. */

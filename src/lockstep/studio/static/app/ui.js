@@ -10,12 +10,12 @@ export const Tag = ({ tag }) => html`<a class="badge tag" title=${tag} href=${ad
 
 /**
  * A button whose title says why it is disabled. Unlike `disabled` it keeps the focus, so that keyboard and screen reader
- * find the reason.
+ * find the reason; a click on it then calls `onRefused`.
  */
-export const Button = ({ kind = "", why = "", onClick, busy = false, title, ...rest }) =>
-  html`<button type="button" class="button ${kind}" aria-disabled=${why || busy ? "true" : undefined} title=${why || title} ...${rest} onClick=${(event) => why || busy || onClick(event)}></button>`;
+export const Button = ({ kind = "", why = "", onClick, onRefused, busy = false, title, ...rest }) =>
+  html`<button type="button" class="button ${kind}" aria-disabled=${why || busy ? "true" : undefined} title=${why || title} ...${rest} onClick=${(event) => (why ? onRefused?.() : busy || onClick(event))}></button>`;
 
-/** Shows an error of what it contains instead of it: the rest of the page works. */
+/** Show an error in place of children that throw, so that the rest of the page works. */
 export function Boundary({ children }) {
   const [error, again] = useErrorBoundary((error) => console.warn(error));
   if (!error) return children;
@@ -24,7 +24,7 @@ export function Boundary({ children }) {
 
 /** An error of the server's shape {message, why, fix}, or a plain sentence. */
 export function Problem({ error }) {
-  if (!error || error.status === 401) return null; // the banner of a locked page says it
+  if (!error || error.status === 401) return null; // a locked page has a banner
   return html`<div class="note bad" role="alert">
     <div>${error.message ?? String(error)}</div>
     ${error.why && html`<div class="muted">${error.why}</div>`}
@@ -60,12 +60,12 @@ export function Toasts() {
 const refused = () => showMessage("The browser does not allow access to the clipboard; select the text instead", { bad: true });
 const copies = (text) => (navigator.clipboard?.writeText(text) ?? Promise.reject()).then(() => showMessage("Copied"), refused);
 
-/** Text to read and to copy; `of`: whose it is. `empty` is shown where there is none. */
+/** Text with a button that copies it. `of`: added to the title for screen readers; `empty`: shown for no text. */
 export const Code = ({ title, text, of = "", wrap = false, empty = "" }) =>
   html`<div class="row between"><h2>${title}</h2><${Button} kind="quiet small" onClick=${() => copies(text)} aria-label=${`Copy ${title}`}>Copy<//></div>
     <pre class=${wrap ? "wrap" : ""} tabindex="0" aria-label=${`${title}${of}`}>${text || empty}</pre>`;
 
-/** A choice; `options`: values, or [value, text, attributes]. `bare`: without its label, which then is for screen readers, if given. */
+/** A choice; `options`: values, or [value, text, attributes]. `bare`: the label, if any, is for screen readers only. */
 export function Select({ label, bare = false, kind = "row", value, options, onChange, ...rest }) {
   const choice = html`<select class="input" aria-label=${bare ? label : undefined} value=${value} onChange=${(event) => onChange(event.currentTarget.value)} ...${rest}>
     ${options.map((one) => (Array.isArray(one) ? one : [one, one])).map(([id, text, more]) => html`<option key=${id} value=${id} selected=${id === value} ...${more}>${text}</option>`)}
@@ -74,7 +74,7 @@ export function Select({ label, bare = false, kind = "row", value, options, onCh
 }
 
 /**
- * A table. `heads`: texts; one in a list is of a column of numbers. `rows`: cells, the first of which names its row.
+ * A table. `heads`: texts; a text in a list heads a column of numbers. `rows`: lists of cells; the first cell names the row.
  * `classOf(row, column)`: the class of a cell after the name.
  */
 export const Table = ({ label, heads, rows, classOf = () => "" }) => {
@@ -87,14 +87,14 @@ export const Table = ({ label, heads, rows, classOf = () => "" }) => {
   </table>`;
 };
 
-/** A labelled box to tick. */
+/** A labelled checkbox. */
 export const Tick = ({ on, onTick, children }) => html`<label class="row"><input type="checkbox" checked=${on} onChange=${(event) => onTick(event.currentTarget.checked)} />${children}</label>`;
 
-/** A field that searches: its label is its placeholder, too, unless there is a `hint`. */
+/** A search field; its placeholder is the `hint`, by default the label. */
 export const Search = ({ label, hint = label, text, onSearch, grow = "" }) => html`<input class=${`input ${grow}`} type="search" aria-label=${label} placeholder=${hint} value=${text} onInput=${(event) => onSearch(event.currentTarget.value)} />`;
 
 const opened = signal(null);
-/** Opens a dialog, which gets `onClose` beside its `properties`. */
+/** Open a dialog with these `properties` and `onClose`. */
 export const openDialog = (Kind, properties = {}) => (opened.value = [Kind, properties]);
 
 /** The dialog that is open. */
@@ -135,8 +135,8 @@ export function Dialog({ title, onClose, onSubmit, submit = "OK", danger = false
 }
 
 /**
- * Moves the focus among `items` by the keys of `steps` ({ArrowDown: 1, …}), Home and End. Returns the place of the item that
- * has it then, or undefined for another key.
+ * Move the focus among `items` with the keys of `steps` ({ArrowDown: 1, …}), Home and End. Return the index of the focused
+ * item, or undefined for another key.
  */
 function moveFocus(event, items, steps) {
   const at = items.indexOf(document.activeElement) + (steps[event.key] ?? NaN);
@@ -147,7 +147,7 @@ function moveFocus(event, items, steps) {
   return to;
 }
 
-/** A dialog with one text, of at most `most` characters: `onSubmit(text)` takes it. `name`: of its field. */
+/** A dialog with one field, `name`, of at most `most` characters; `onSubmit(text)` gets its text. */
 export function TextDialog({ name, before = "", most, required = false, onSubmit, children, ...rest }) {
   const [text, setText] = useState(before);
   return html`<${Dialog} submit="Save" ...${rest} onSubmit=${() => onSubmit(text.trim())} why=${required && !text.trim() ? `enter a ${name.toLowerCase()}` : ""}>
@@ -183,7 +183,7 @@ export function Menu({ label, text = "", items }) {
     close();
     action();
   };
-  // The first one has the focus when the menu is shown, before the next key arrives.
+  // The first item has the focus when the menu is shown, before the next key press.
   const item = ([text, action, { danger = false, why = "" } = {}], at) =>
     html`<button key=${text} type="button" role="menuitem" tabindex="-1" autofocus=${at === 0} class="menu-item ${danger ? "danger" : ""}" aria-disabled=${why ? "true" : undefined} title=${why} onClick=${() => why || act(action)}>${text}</button>`;
   const state = { "aria-label": label, title: label, popovertarget: id };
@@ -193,21 +193,23 @@ export function Menu({ label, text = "", items }) {
   </div>`;
 }
 
-/** What connects a control with its label and help is given to `children`. `kind`: a class of the field, `always`: of its help. */
-export function Labelled({ label, help, kind = "", always = false, children }) {
+/** `children` gets the attributes that connect a control with its label, error and help. `kind`: a class of the field, `always`: of its help. */
+export function Labelled({ label, help, error = null, kind = "", always = false, children }) {
   const id = useId();
+  const described = [error && `${id}-error`, help && `${id}-help`].filter(Boolean).join(" ");
   return html`<div class="field ${kind}">
     <label for=${id}>${label}</label>
-    ${children({ id, "aria-describedby": help ? `${id}-help` : undefined })}
+    ${children({ id, "aria-describedby": described || undefined, "aria-invalid": error ? "true" : undefined })}
+    ${error && html`<div class="error" id="${id}-error"><${Problem} error=${error} /></div>`}
     ${help && html`<div class="help ${always ? "always" : ""}" id="${id}-help">${help}</div>`}
   </div>`;
 }
 
-/** A group that is open as `open` says until a person folds it; `forced`: open in any case. */
-export function Fold({ title, open, forced = false, kind, children }) {
+/** A group that is open or closed by `open` until a person changes it; `forced`: always open. */
+export function Fold({ title, open, forced = false, hidden = false, kind, children }) {
   const [chosen, setChosen] = useState(null);
   const isOpen = forced || (chosen ?? open);
-  return html`<details class=${kind} open=${isOpen} onToggle=${({ currentTarget }) => !forced && currentTarget.open !== isOpen && setChosen(currentTarget.open)}>
+  return html`<details class=${kind} hidden=${hidden} open=${isOpen} onToggle=${({ currentTarget }) => !forced && currentTarget.open !== isOpen && setChosen(currentTarget.open)}>
     <summary>${title}</summary>
     ${children(isOpen)}
   </details>`;
