@@ -7,7 +7,7 @@ export const API = "api";
 /** Whether the server no longer knows this page: its token has changed, or the session has expired. */
 export const locked = signal(false);
 
-/** How often the page has connected again: what failed meanwhile is requested once more. */
+/** Number of reconnections; requests that failed in between are repeated. */
 export const reconnects = signal(0);
 
 const OFFLINE = { status: 0, code: "OFFLINE", message: "The studio does not answer.", why: "Runs continue without it.", fix: "start it again with `lockstep studio`" };
@@ -22,7 +22,7 @@ async function call(method, path, body) {
     envelope = { code: "INTERNAL", message: `The studio answered ${status} without a reason.` };
     envelope = await answer.json();
   } catch {
-    // what there is of an answer says it
+    // the status or the default error describes it
   }
   if (status === 401) locked.value = true;
   if (envelope.status === "ok") return envelope.data;
@@ -36,8 +36,8 @@ export const patch = (path, body) => call("PATCH", path, body);
 export const remove = (path) => call("DELETE", path);
 
 /**
- * {found, error}: the answer of `path`; requested again when one of `when` changes, and every `every` milliseconds.
- * Nothing without a path, and until a new path has answered.
+ * Request `path` and return {found, error}; repeat when a value in `when` changes, and every `every` milliseconds.
+ * Empty without a path, and until a new path has answered.
  */
 export function useAnswer(path, when, { every } = {}) {
   const [answer, setAnswer] = useState({});
@@ -57,5 +57,5 @@ export function useAnswer(path, when, { every } = {}) {
 }
 
 export const runPath = (id, rest = "") => `/runs/${encodeURIComponent(id)}${rest}`;
-/** The address of a file in the folder of a run. */
+/** Address of a file in the folder of a run. */
 export const filePath = (id, path) => `${API}${runPath(id, `/file?path=${encodeURIComponent(path)}`)}`;

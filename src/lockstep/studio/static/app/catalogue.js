@@ -13,13 +13,13 @@ export const trouble = signal(null);
 export async function loadCatalogue() {
   try {
     const written = document.getElementById("first")?.content.textContent;
-    document.getElementById("first")?.remove(); // it is true once
+    document.getElementById("first")?.remove(); // valid only while the page is loading
     const page = written ? JSON.parse(written) : await get("/page");
     batch(() => {
       studio.value = page.studio;
       devices.value = page.devices;
       schema.value = page.schema;
-      // Their own settings follow when the server has imported them.
+      // The settings of tasks follow when the server has imported them.
       tasks.value ??= page.tasks.map((name) => ({ name, title: "", schema: {}, defaults: {}, error: null, waiting: true }));
       trouble.value = null;
     });
@@ -32,7 +32,7 @@ export async function loadCatalogue() {
 /** The ids of the devices that can be selected, in their order. */
 export const usable = () => (devices.value?.devices ?? []).filter(({ supported }) => supported).map(({ id }) => id);
 
-/** Those of the best kind here: GPUs, else the CPU. */
+/** The usable GPUs, else the CPU. */
 export const bestDevices = () => (usable().some((id) => id !== "cpu") ? usable().filter((id) => id !== "cpu") : usable());
 
 /** Memory and users of the devices change while the page is open. */

@@ -13,7 +13,7 @@ export const drawing = computed(() => {
   return { log: query.has("log"), smoothing: Number(query.get("smooth") ?? 0), x: query.get("x") in AXES ? query.get("x") : "step", text: query.get("charts") ?? "", zoom: query.get("zoom") ?? "" };
 });
 
-/** Counts up when every chart should show all of its points again. */
+/** Incremented to end the zoom of every chart. */
 const resets = signal(0);
 
 export function ChartTools({ notes = [], search = false, children }) {
@@ -50,7 +50,7 @@ function last({ x, y }, at = y.length - 1) {
 /**
  * `series`: [{label, x, y, index?}] with x ascending; `against` names the x axis.
  * `everyRow`: a row without a number was not finite: a gap in the line, and "not finite" as the newest value.
- * `shared`: [labels of hidden lines, a function that sets them], of a legend that several charts have.
+ * `shared`: [labels of hidden lines, their setter] of a legend for several charts.
  * `onZoom(from, to)` is called on zoom, with nulls on reset. `whole()`: promises the series with all of their points.
  * Drag zooms, a double click resets; with the keyboard + and − zoom, arrows move, 0 resets.
  */
@@ -69,7 +69,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
     .map((one, index) => ({ ...one, ...looks(one, index), everyRow }))
     .filter((one) => !hidden.includes(one.label));
 
-  // Hundreds of charts: one is drawn as soon as it is near the screen.
+  // A page may have hundreds of charts: draw each when it is near the screen.
   useEffect(() => {
     const watch = new IntersectionObserver(([entry]) => setSeen(entry.isIntersecting), { rootMargin: "300px" });
     watch.observe(host.current);
@@ -78,7 +78,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
   useEffect(() => {
     const point = (index, data, left) => setCursor(data[0][index] === undefined ? null : { x: data[0][index], left });
     const linked = () => /^(\S+) (\S+) (.*)$/.exec(drawing.peek().zoom) ?? [];
-    // The link keeps the part of an axis that was zoomed last: all charts with this axis show it.
+    // The link keeps the last zoom of an axis; all charts with this axis show it.
     const zoom = (from, to) => {
       const text = from === null ? null : `${Number(from.toPrecision(4))} ${Number(to.toPrecision(4))} ${now.current.against}`;
       if ((text ?? "") !== drawing.peek().zoom && (text || linked()[3] === now.current.against)) keep("zoom", text);
@@ -122,7 +122,7 @@ export function Chart({ title, series, against = "step", unit = "", canLog = tru
 /** The lines by name with their values, beside the cursor at `left` px. */
 const Tip = ({ left, series, textOf }) => html`<dl class="tip" style=${{ left: `${left}px` }} aria-hidden="true">${series.map((one) => html`<dt key=${one.label}><${Swatch} ...${one} /> <span class="clip">${one.label}</span></dt><dd class="number">${textOf(one)}</dd>`)}</dl>`;
 
-/** The lines by colour, each a switch; `textOf(one)` is what to show beside its name. */
+/** A button for each line, which hides or shows it; `textOf(one)`: the text beside its name. */
 export function Legend({ series, hidden, onHide, textOf = () => "" }) {
   const toggle = (label) => onHide(hidden.includes(label) ? hidden.filter((one) => one !== label) : [...hidden, label]);
   return html`<div class="legend">

@@ -1,6 +1,6 @@
-// The rows of a run's streams as columns of numbers that grow, and where their steps are on other axes.
+// The rows of a run's streams as growing columns of numbers, and their places on other axes than steps.
 
-/** The rows of one stream (`steps`, `ranks`, `system-…`); NaN where there is no number. */
+/** The rows of one stream (`steps`, `ranks`, `system-…`); NaN for a missing number. */
 export class Stream {
   /** `message`: a history or a range. `cut`: the file has more columns than the server keeps; `rows` may be fewer than `total`. */
   constructor({ columns, ...header }) {
@@ -8,7 +8,7 @@ export class Stream {
     this.add(columns);
   }
 
-  /** Appends a delta; false if it belongs to another history, which will follow. */
+  /** Append a delta; return false if it belongs to another history, which will follow. */
   append({ columns, generation, total, cut }) {
     if (generation !== this.generation) return false;
     this.add(columns);
@@ -36,7 +36,7 @@ export class Stream {
     return this.columns.get(name) ?? null;
   }
 
-  /** {x, y} of a column, or null without a number in it; `whole`: every row has it, and a missing number was not finite. */
+  /** {x, y} of a column, or null without any number; `whole`: every row has a value, and a missing number was not finite. */
   line(name, whole = false) {
     const y = this.column(name) ?? new Float64Array(this.rows).fill(NaN);
     return whole || y.some((value) => !Number.isNaN(value)) ? { x: this.column(this.x), y } : null;
@@ -46,9 +46,9 @@ export class Stream {
 export const AXES = { __proto__: null, step: "step", samples: "samples", epoch: "epoch", time: "training time (s)" };
 
 /**
- * {against, place}: an axis by its name, and where a step is on it, between the points that the run folder has. The axis of
- * steps where it does not have this one: rows without samples or throughput, or no epoch whose length is known.
- * `streams`: those with steps; `epochs`: the rows of metrics.json; `perEpoch`: the steps of an epoch, if they are known.
+ * Return {against, place}: the name of an axis, and a function from a step to its place, interpolated between the points of
+ * the run folder. Falls back to the axis of steps for rows without samples or throughput, or epochs of unknown length.
+ * `streams`: those with steps; `epochs`: the rows of metrics.json; `perEpoch`: the steps of an epoch, if known.
  */
 export function axisOf(kind, streams, epochs, perEpoch) {
   const points = kind === "epoch" ? endsOf(epochs, perEpoch) : kind === "step" ? [] : measuredOf(kind, streams, epochs);
@@ -63,7 +63,7 @@ export function axisOf(kind, streams, epochs, perEpoch) {
   return { against: AXES[kind], place };
 }
 
-/** The ends of epochs as [step, epoch], and where the next one will end. An epoch that was cut short has no end yet. */
+/** The ends of epochs as [step, epoch], and the expected end of the next one. An interrupted epoch has no end yet. */
 function endsOf(epochs, perEpoch) {
   const ends = epochs.filter((row) => row.step > 0 && row.epoch > 0 && row.complete !== false).map((row) => [row.step, row.epoch]);
   const [[before], [last, epoch]] = [[0, 0], [0, 0], ...ends].slice(-2);
@@ -71,7 +71,7 @@ function endsOf(epochs, perEpoch) {
   return length > 0 ? [...ends, [last + length, epoch + 1]] : [];
 }
 
-/** The samples or the seconds of training at the steps where they are known. */
+/** Samples or seconds of training, as [step, value], of the steps with such a value. */
 function measuredOf(kind, streams, epochs) {
   const column = kind === "samples" ? "samples_seen" : "training_s";
   const logged = streams.filter((stream) => stream?.column(column)).flatMap((stream) => Array.from(stream.column(stream.x), (step, at) => [step, stream.column(column)[at]]));

@@ -7,13 +7,13 @@ import { gigabytes, heading, number, percent, words } from "./format.js";
 import { follow, range, subscribe } from "./live.js";
 import { Button, Fold, Problem } from "./ui.js";
 
-/** The data of runs that are followed while the component is shown. */
+/** The data of runs, followed while the component is shown. */
 export function useRuns(ids) {
   const [all, setAll] = useState([]);
   useEffect(() => {
     const followed = ids.map(follow);
     setAll(followed.map(([data]) => data));
-    // Those that are still shown keep what they have.
+    // Runs that are still shown keep their data.
     return () => void setTimeout(() => followed.forEach(([, leave]) => leave()));
   }, [ids.join()]);
   return all.filter(({ id }) => ids.includes(id));
@@ -28,7 +28,7 @@ function epochLines(rows) {
   );
 }
 
-/** What was measured at the ends of epochs and by the evaluations `between` them (a stream), as lines over steps. */
+/** The metrics of epochs and of the evaluations `between` them (a stream), as lines over steps. */
 export function linesOverSteps(rows, between) {
   const lines = epochLines(rows);
   for (const name of between?.names().filter((name) => !["epoch", "attempt", "samples_seen"].includes(name)) ?? []) {
@@ -58,7 +58,7 @@ function epochCharts(lines) {
   return groups.flatMap((group) => (group[1].length > MOST_CLASSES ? [...Map.groupBy(group[1], quantityOf)] : [group]));
 }
 
-/** The x axis that was chosen, for a run. */
+/** The chosen x axis, for a run. */
 export const axisFor = (data, streams) => axisOf(drawing.value.x, streams, data.epochs.value, data.perEpoch.value);
 
 /** A chart of one stream. When the history is thinned out, a zoom fetches the part at full resolution. */
@@ -74,7 +74,7 @@ function StreamChart({ data, name, stream, columns, ...rest }) {
   const series = seriesOf(source, axis);
   if (!series.length && !part) return null;
   const fetched = (more) => range(data.id, name, columns.map(([column]) => column), more);
-  // An answer that arrives after the next zoom or reset is dropped.
+  // Drop an answer that arrives after the next zoom or reset.
   const zoomed = async (from, to) => {
     const turn = ++asked.current;
     const steps = stream.column(stream.x);
@@ -111,8 +111,8 @@ const asBytes = (name) => (name.endsWith("memory_gb") ? 1e9 : 1);
 const shifted = new WeakMap();
 
 /**
- * Seconds since the first sample; lines of one stream share them. After a pause (no sample for a minute and for ten of
- * the usual intervals) there is a point without a value, which ends the line.
+ * Seconds since the first sample, shared by the lines of one stream. A pause (no sample for a minute and for ten usual
+ * intervals) gets a point without a value, which ends the line.
  */
 function since({ x, y }, start, scale) {
   if (!shifted.has(x)) {
@@ -125,7 +125,7 @@ function since({ x, y }, start, scale) {
   return { x: moved, y: from.map((at) => (at < 0 ? NaN : y[at] * scale)), gaps: true };
 }
 
-/** The host's own numbers come after the devices. */
+/** Sort the host after the devices. */
 const byDevice = ([a], [b]) => (a === "host") - (b === "host") || a.localeCompare(b, "en", { numeric: true });
 
 function DeviceCharts({ data }) {
@@ -200,7 +200,7 @@ function RankCharts({ data }) {
     <div class="charts">${charts}</div>`;
 }
 
-/** Numbers of the task, grouped by what comes before the first `/` or `.` of their names. */
+/** Numbers of the task, grouped by the part of their names before the first `/` or `.`. */
 function Scalars({ data, text }) {
   const steps = data.stream("steps");
   const names = (steps?.names() ?? []).filter((name) => name.startsWith("scalars.") && name.toLowerCase().includes(text));
@@ -224,7 +224,7 @@ function StepCharts({ data, text, few }) {
   );
 }
 
-/** What was measured at the ends of epochs, or at evaluations. */
+/** Charts of the metrics of epochs or evaluations. */
 function MetricCharts({ data, text, few }) {
   const between = data.stream("evaluations");
   const { against, place } = axisFor(data, drawing.value.x === "step" ? [] : [data.stream("steps"), between]);
@@ -245,7 +245,7 @@ function Tools({ data, few }) {
   return html`<${ChartTools} notes=${notes} search=${!few} />`;
 }
 
-/** The charts of one run, live; with `few`, those that show at a glance how it is going. Each part is drawn with its rows. */
+/** The live charts of one run; `few`: only the main ones. Each part is drawn again with its own rows. */
 export function Curves({ id, few = false }) {
   const [data] = useRuns([id]);
   if (!data) return null;

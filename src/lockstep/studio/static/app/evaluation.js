@@ -1,4 +1,4 @@
-// What evaluations left in the run folder: confusion matrices, pictures with a slider.
+// Results of evaluations in the run folder: confusion matrices, other tables, pictures and remarks by epoch.
 
 import { html, useState } from "./html.js";
 import { filePath, runPath, useAnswer } from "./api.js";
@@ -8,7 +8,7 @@ import { Select, Table } from "./ui.js";
 /** A list of numbers is a table with one column. */
 const asRows = ([name, value]) => [name, Array.isArray(value) && value.every(Number.isFinite) ? value.map((one) => [one]) : value];
 
-/** What a table of the task shows: a square `…confusion`, other rows of numbers, or neither. */
+/** The kind of a task's table: a square `…confusion`, other rows of numbers, or text. */
 function kindOf([name, value]) {
   const isRows = Array.isArray(value) && value.length > 0 && value.every((row) => Array.isArray(row) && row.length === value[0].length && row.every((one) => one === null || Number.isFinite(one)));
   if (!isRows) return "text";
@@ -18,7 +18,7 @@ function kindOf([name, value]) {
 /** Precision, recall, F1 and number of samples of each class. */
 const Scores = ({ names, rows }) => html`<${Table} label="Scores per class" heads=${["Class", ["Precision"], ["Recall"], ["F1"], ["Samples"]]} rows=${rows.map(([precision, recall, f1, total], at) => [names[at], ...[precision, recall, f1].map((share) => percent(share, 1)), number(total)])} />`;
 
-/** The samples of the class `target` that were taken for `prediction`: the first ones, of `count`. */
+/** The first of the `count` samples of class `target` that were predicted as `prediction`. */
 function CellSamples({ run, names, cell: [target, prediction], count, onChoose }) {
   const { found } = useAnswer(runPath(run, "/confused"), []);
   if (!found || !Object.keys(found.cells).length) return null;
@@ -73,7 +73,7 @@ function Confusion({ run, title, matrix, names }) {
 /** The entry of the newest evaluation up to `epoch`; entries ascend. */
 const upTo = (entries, epoch) => entries.findLast((entry) => entry.epoch <= epoch) ?? entries[0];
 
-/** The entries of the chosen epoch and of the newest one beside each other; `children` draws one. */
+/** The entries of the chosen epoch and of the newest one, in two columns; `children` draws one. */
 function SideBySide({ title, entries, epoch, children }) {
   const pair = [...new Set([upTo(entries, epoch), entries.at(-1)])];
   return html`<section class="card stack" aria-label=${title}>

@@ -6,7 +6,7 @@ const DASH = "–";
 
 const formats = new Map();
 
-/** A number with commas and this many decimals. To make a format takes longer than to use it. */
+/** A number with commas and `digits` decimals. Formats are kept, since making one is slow. */
 export function grouped(value, digits = 0) {
   if (!formats.has(digits)) formats.set(digits, new Intl.NumberFormat("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
   return formats.get(digits).format(value);
@@ -32,7 +32,7 @@ export const many = (count, noun) => `${number(count)} ${noun}${count === 1 ? ""
 export const plain = (value) => (value === null || value === undefined ? DASH : typeof value === "number" ? number(value) : typeof value !== "object" ? String(value) : Array.isArray(value) && value.every((one) => typeof one !== "object") ? value.join(", ") : JSON.stringify(value));
 
 export const percent = (share, digits = share < 0.1 || (share > 0.99 && share < 1) ? 1 : 0) => (Number.isFinite(share) ? `${(share * 100).toFixed(digits)} %` : DASH);
-/** How the ticks of an axis are written: [what to multiply by, unit]. */
+/** Format of the ticks of an axis: [factor, unit]. */
 percent.axis = [100, " %"];
 
 /** Seconds as `1 h 04 min`, `3 min 20 s`, `12 s`. */
@@ -48,7 +48,7 @@ export function duration(seconds) {
   return `${whole} s`;
 }
 
-/** The server's time in milliseconds, at least every half minute; the browser's clock may differ. */
+/** The server's time in milliseconds, updated every 20 s; the browser's clock may differ. */
 export const clockNow = signal(Date.now());
 let ahead = 0;
 export const setClock = (seconds) => {
@@ -87,7 +87,7 @@ const WRITTEN_OUT = {
   __proto__: null, lr: "learning rate", num: "number of", max: "maximum", min: "minimum", grad: "gradient", eps: "epsilon", dir: "folder", eval: "evaluation", oom: "out of memory", sync: "synchronised", mb: "(MB)", selected: "", batchnorm: "BatchNorm", cpu: "CPU", csv: "CSV", cuda: "CUDA", cudnn: "cuDNN", mlflow: "MLflow", rdzv: "rendezvous", tensorboard: "TensorBoard", uri: "URI", wandb: "W&B",
 };
 
-/** A setting as the form calls it: `max_grad_norm` → `Maximum gradient norm`. */
+/** The label of a setting in the form: `max_grad_norm` → `Maximum gradient norm`. */
 export const titleOf = (name) => {
   const parts = name.replace(/_s$/, "_(s)").split("_");
   const text = parts.map((part) => WRITTEN_OUT[part] ?? part).join(" ").trim();

@@ -1,4 +1,4 @@
-// One place that binds htm to Preact, so that every other module imports from here.
+// Binds htm to Preact once; every other module imports from here.
 
 import { h, render } from "../vendor/preact.js";
 import { batch, computed, effect, signal } from "../vendor/signals.js";
@@ -10,7 +10,7 @@ export { batch, computed, effect, signal };
 
 export const html = htm.bind(h);
 
-/** JSON text as its value; `fallback` for other text, such as an older page may have stored. */
+/** Parse JSON; `fallback` for other text, which an older page may have stored. */
 export function parsed(text, fallback) {
   try {
     return JSON.parse(text);
@@ -19,7 +19,7 @@ export function parsed(text, fallback) {
   }
 }
 
-/** A signal whose value `storage` keeps as text. */
+/** A signal whose value is kept in `storage`. */
 export function stored(storage, key, fallback) {
   const kept = signal(parsed(storage.getItem(key), null) ?? fallback);
   effect(() => storage.setItem(key, JSON.stringify(kept.value)));

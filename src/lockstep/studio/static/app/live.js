@@ -1,4 +1,4 @@
-// The WebSocket of this tab: the list of runs, and the data of those that are shown.
+// The WebSocket of this tab: the list of runs, and the data of the runs that are shown.
 
 import { batch, signal } from "./html.js";
 import { API, get, locked, reconnects, runPath } from "./api.js";
@@ -7,12 +7,12 @@ import { clockNow, setClock } from "./format.js";
 import { showError } from "./ui.js";
 
 const LONGEST_WAIT_MS = 5000;
-/** The server is heard every second; after a longer silence, what the page shows may be old. */
+/** The server sends a message every second; after a longer silence, the values on the page may be old. */
 const SILENT_MS = 5000;
 
 /** connecting | open | lost */
 export const connection = signal("connecting");
-/** For how many seconds an open connection has been silent; 0 while it is not. */
+/** Seconds since the last message of an open connection, once they exceed the limit; else 0. */
 export const silence = signal(0);
 let heardAt = 0;
 setInterval(() => {
@@ -49,9 +49,9 @@ class RunData {
   epochs = signal([]);
   /** Why the server does not send it, or null. */
   error = signal(null);
-  /** The steps of an epoch, or null where they are not known. */
+  /** The steps of an epoch, or null if unknown. */
   perEpoch = signal(null);
-  /** Of each stream its rows or null, in a list, which is another one after each change. */
+  /** By stream, a list with its rows or null; a new list after each change. */
   streams = new Map();
   /** The names of the streams that have rows. */
   names = signal([]);
@@ -74,7 +74,7 @@ class RunData {
     if (stream.rows && !this.names.peek().includes(name)) this.names.value = [...this.names.peek(), name];
   }
 
-  /** The stream or null; what calls it is drawn again with new rows. */
+  /** The stream or null; a component that calls this is drawn again with new rows. */
   stream(name) {
     return this.slot(name).value[0];
   }
@@ -91,10 +91,10 @@ let failures = 0;
 
 const send = (message) => socket?.readyState === WebSocket.OPEN && socket.send(JSON.stringify(message));
 
-/** Asks for the data of a run, once more after an error. */
+/** Request the data of a run; also to try again after an error. */
 export const subscribe = (id) => send({ type: "subscribe", run: id });
 
-/** Starts watching a run; the second value ends it. */
+/** Follow a run; return its data and a function that ends this. */
 export function follow(id) {
   if (!followed.has(id)) followed.set(id, new RunData(id));
   const data = followed.get(id);
@@ -103,7 +103,7 @@ export function follow(id) {
   return [data, leave];
 }
 
-/** Some columns of a part of a stream, at the finest resolution that fits or in `full`; null without an answer. */
+/** Request columns of a part of a stream, at the finest resolution that fits, or `full`; null without an answer. */
 export function range(run, stream, columns, part) {
   const query = new URLSearchParams([["stream", stream], ...columns.map((column) => ["column", column]), ...Object.entries(part)]);
   return get(runPath(run, `/rows?${query}`)).then((rows) => new Stream(rows), () => null);
@@ -133,7 +133,7 @@ export function connect() {
     connection.value = "lost";
     failures += 1;
     const later = () => locked.value || setTimeout(connect, Math.min(LONGEST_WAIT_MS, 250 * 2 ** Math.min(failures, 6)));
-    get("/studio").then(later, later); // says whether this page is locked out
+    get("/studio").then(later, later); // whose status 401 locks this page
   };
 }
 
@@ -162,7 +162,7 @@ const handlers = {
 
 const onMessage = (message) => handlers[message.type]?.(message);
 
-/** Takes summaries from the server into the list, whose order is by creation. */
+/** Merge summaries from the server into the list, newest first. */
 export function merge(changed, removed) {
   const byId = new Map([...(runs.value ?? []), ...changed].map((run) => [run.id, run]));
   for (const id of removed) byId.delete(id);

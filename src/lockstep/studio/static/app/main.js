@@ -44,8 +44,8 @@ function Bar() {
 /** The form of a new run: a modal dialog beside the view. Escape, or a click beside it, closes it. */
 function Drawer() {
   const dialog = useRef(null);
-  const close = () => dialog.current.close(); // which gives the focus back
-  useLayoutEffect(() => dialog.current?.showModal(), [drawer.value]); // before a key can arrive
+  const close = () => dialog.current.close(); // which returns the focus
+  useLayoutEffect(() => dialog.current?.showModal(), [drawer.value]); // before the next key press
   if (!drawer.value) return null;
   return html`<dialog ref=${dialog} class="drawer column" aria-label="Configuration" onClose=${() => (drawer.value = false)} onClick=${(event) => event.target === dialog.current && close()}>
     <${Boundary}><${Configuration} onClose=${close} /><//>
@@ -53,9 +53,9 @@ function Drawer() {
   </dialog>`;
 }
 
-/** How far each address was scrolled: the way back leads to the same place. */
+/** Scroll position by address, restored on the way back. */
 const places = new Map();
-/** How long the content of a view may take to be as long as it was. */
+/** Maximum time to wait until the content is long enough for its scroll position. */
 const SETTLE_MS = 3000;
 const placeOf = () => location.hash.split("?")[0];
 const BOX = "main > .view, main .run-page > .scroll";
@@ -64,7 +64,7 @@ function Page() {
   const { view } = route.value;
   const [title, View] = VIEWS[view] ?? VIEWS.runs;
   useEffect(() => {
-    if (view !== "run") document.title = `${title} – Lockstep studio`; // a run sets its own
+    if (view !== "run") document.title = `${title} – Lockstep studio`; // a run sets its title itself
   }, [title]);
   useEffect(() => {
     const wanted = places.get(placeOf()) ?? 0;
@@ -72,7 +72,7 @@ function Page() {
     const timer = setInterval(() => {
       const box = document.querySelector(BOX);
       const isLong = box && box.scrollHeight - box.clientHeight >= wanted;
-      if (!isLong && --tries) return; // its content is not there yet
+      if (!isLong && --tries) return; // its content is still loading
       clearInterval(timer);
       if (box && wanted) box.scrollTop = wanted;
     }, 50);
@@ -99,7 +99,7 @@ function Page() {
 reconnects.subscribe((count) => count && loadCatalogue());
 addEventListener("focus", () => connection.value === "open" && studio.value && refreshDevices().catch(() => {}));
 
-// A first visit: what can be trained here, and on what.
+// The first visit shows the form: tasks and devices.
 const listed = runs.subscribe((all) => all && setTimeout(() => (listed(), (drawer.value ||= !all.length))));
 keepPlanning();
 loadCatalogue();

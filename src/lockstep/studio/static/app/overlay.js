@@ -7,13 +7,13 @@ import { axisFor, isMetric, linesOverSteps, STEP_CHARTS, useRuns } from "./curve
 import { words } from "./format.js";
 import { findRun, labelsOf } from "./live.js";
 
-/** The value of a line at `place`, between its points. */
+/** The value of a line at `place`, interpolated between its points. */
 function valueAt({ x, y }, place) {
   const at = Math.min(lastIndexAtMost(x, place), x.length - 2);
   return at < 0 ? y[0] : y[at] + ((y[at + 1] - y[at]) * (place - x[at])) / (x[at + 1] - x[at]);
 }
 
-/** {x, y, band}: the mean of lines where all of them are, and one standard deviation (of the sample) below and above it. */
+/** {x, y, band}: the mean of lines over their common part, and one sample standard deviation below and above it. */
 export function meanOf(lines) {
   const finite = lines.map(({ x, y }) => {
     const places = Array.from(x.keys()).filter((at) => Number.isFinite(y[at]));
@@ -28,7 +28,7 @@ export function meanOf(lines) {
   return { x, y, band: [y.map((mean, at) => mean - spread[at]), y.map((mean, at) => mean + spread[at])] };
 }
 
-/** The lines of a run by name, over steps: those of its steps, and those of its evaluations. */
+/** The lines of a run over steps, by name: of its steps, and of its evaluations. */
 function linesOf(data) {
   const [steps, between] = [data.stream("steps"), data.stream("evaluations")];
   const logged = STEP_CHARTS.map(([, name]) => [name, steps?.line(name)]).filter(([, line]) => line);
@@ -36,8 +36,8 @@ function linesOf(data) {
 }
 
 /**
- * `groups`: a Map from a run's id to the name of its group, or nothing. `only`: the names of the metrics that are drawn, else
- * all. `beside`: more tools.
+ * `groups`: a Map from a run's id to the name of its group, or nothing. `only`: names of the metrics to draw; default: all.
+ * `beside`: more tools.
  */
 export function Overlay({ ids, groups, only, beside }) {
   const shared = useState([]);

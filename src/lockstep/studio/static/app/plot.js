@@ -5,20 +5,20 @@ import { AXES } from "./columns.js";
 import { grouped, percent } from "./format.js";
 import { signal } from "./html.js";
 
-/** Whether a line goes up and down so often that a browser without a GPU takes five times as long for one wider than 1 px. */
+/** Whether a line oscillates so much that, without a GPU, drawing it wider than 1 px takes five times as long. */
 function isRough({ y, weight }) {
   const [least, most] = [y.reduce((a, b) => (b < a ? b : a), Infinity), y.reduce((a, b) => (b > a ? b : a), -Infinity)];
   return !weight && y.length > 100 && y.reduce((sum, value, at) => sum + (Math.abs(value - y[at - 1]) || 0), 0) > 10 * (most - least);
 }
 
-/** Of every chart, in px. */
+/** Height of every chart, in px. */
 const HEIGHT = 180;
 
-/** Steps between ticks of an x axis that counts: not of epochs or seconds of training, which have fractions. */
+/** Distances between ticks of an x axis with whole numbers; epochs and seconds of training have fractions. */
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
 
 const colours = new Map();
-/** Counts the changes of the theme, each of which gives every chart other colours. */
+/** Incremented when the theme changes: charts then get other colours. */
 export const themes = signal(0);
 export function repaint() {
   colours.clear();
@@ -26,7 +26,7 @@ export function repaint() {
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 
-/** A colour of the style sheet, as the theme has it; asked for once, since the browser styles the page again for it. */
+/** A colour of the style sheet in the current theme; kept, since reading it makes the browser compute styles again. */
 function css(name) {
   if (!colours.has(name)) {
     document.body.style.setProperty("caret-color", `var(${name})`);
@@ -35,11 +35,11 @@ function css(name) {
   return colours.get(name);
 }
 
-/** Values that a line leaves out: not finite, or too large for an axis. */
+/** Whether a line leaves this value out. */
 export const isGap = (value) => !Number.isFinite(value);
 
 /**
- * Exponential smoothing that is corrected for its start and keeps gaps.
+ * Exponential smoothing with a correction for its start; gaps stay.
  * `weight` 0 changes nothing; 0.99 is very smooth.
  */
 function smooth(values, weight) {
@@ -54,7 +54,7 @@ function smooth(values, weight) {
   return result;
 }
 
-/** Several series of their own x as the aligned table that uPlot draws. What is not finite, or zero and below on a logarithmic axis, becomes a gap. */
+/** Align series with different x as uPlot's table. Values that are not finite, or not positive on a logarithmic axis, become gaps. */
 function align(series, log) {
   const isDrawn = (value) => !isGap(value) && !(log && value <= 0);
   return series.length ? uPlot.join(series.map(({ x, y, weight = 0 }) => [x, Array.from(smooth(y, weight), (value) => (isDrawn(value) ? value : null))])) : [[]];
@@ -62,7 +62,7 @@ function align(series, log) {
 
 /** A chart in `host`. `draw` may be called at any rate; the canvas changes once a frame. */
 export class Plot {
-  /** `range`: that of x, {min, max}, to begin with; null: all. */
+  /** `range`: the initial range of x, {min, max}; null: all. */
   constructor(host, onCursor, onZoom, range) {
     Object.assign(this, { host, onCursor, onZoom, range, last: null, frame: 0, shape: "", chart: null });
     this.resizer = new ResizeObserver(() => this.resize());
@@ -71,7 +71,7 @@ export class Plot {
 
   /**
    * `spec`: {series: [{label, x, y, band?, colour, dash?, everyRow?, gaps?}], log, smoothing, theme, unit?}; a colour is
-   * a name from the style sheet, so that dark and light follow the system. `everyRow`, `gaps`: what is not finite breaks the line.
+   * a name of the style sheet, which follows the theme. `everyRow`, `gaps`: a value that is not finite breaks the line.
    */
   draw(spec) {
     this.last = spec;
@@ -150,7 +150,7 @@ export class Plot {
     this.show({ min: chart.posToVal(left, "x"), max: chart.posToVal(left + width, "x") });
   }
 
-  /** Shows `factor` times as much of the x axis, moved by this share of it; without a factor all. For keyboards. */
+  /** Show `factor` times the current part of the x axis, moved by the share `shift`; all without a factor. For keyboards. */
   zoom(factor, shift = 0) {
     if (!factor) return this.resetZoom();
     if (!this.chart || this.chart.data[0].length < 2) return undefined;
@@ -179,7 +179,7 @@ export class Plot {
 /** A logarithmic axis that ends close to the values, not at the next power of ten. */
 const logRange = (_, low, high) => (low === null || high === null ? [0.1, 1] : [low / 1.15, high * 1.15]);
 
-/** Of the ticks of a logarithmic axis, those that are written: powers of ten first, then others of one digit, as far apart as text is high. */
+/** Choose the labelled ticks of a logarithmic axis: powers of ten, then others of one digit, at least one text height apart. */
 function apart(chart, ticks) {
   const digits = (tick) => (Number.isInteger(Math.log10(tick)) ? 0 : tick.toExponential().split("e")[0].length);
   const written = [];
@@ -197,24 +197,24 @@ function withRoom(_, low, high) {
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }
 
-/** From 0, and not above the whole unless a value is. */
+/** A range from 0 that ends at 100 % unless a value is larger. */
 const ofWhole = (_, low, high) => (low === null || high === null ? [0, 1] : [Math.min(0, low), high > 1 ? high * 1.05 : Math.min(1, high * 1.05 || 1)]);
 
-/** The width of the y axis: that of its longest label. */
+/** The width of the y axis, for its longest label. */
 const wide = (_, labels) => Math.max(36, 7 * Math.max(0, ...(labels ?? []).map((text) => text?.length ?? 0)) + 12);
 
-/** From which value on an axis has a suffix, the suffix, and what it stands for. */
+/** Suffixes of an axis: [smallest value, suffix, factor]. */
 const SUFFIXES = [[1e12, "T", 1e12], [1e9, "G", 1e9], [1e6, "M", 1e6], [1e4, "k", 1e3]];
 
-/** The least decimals with which a multiple of `step` is exact; 7 if six do not suffice. */
+/** The smallest number of decimals for exact multiples of `step`; 7 for more than six. */
 function decimalsOf(step) {
   const exact = (digits) => Math.abs(Math.round(step * 10 ** digits) / (step * 10 ** digits) - 1) < 1e-4;
   return [0, 1, 2, 3, 4, 5, 6].find(exact) ?? 7;
 }
 
 /**
- * The texts of the ticks of an axis, written alike: with the decimals that their distance needs and one suffix, or all
- * with exponents. `unit`: [what to multiply by, what to append].
+ * Uniform texts for the ticks of an axis: with the decimals that their distance needs and one suffix, or all with exponents.
+ * `unit`: [factor, text to append].
  */
 export function tickTexts(ticks, { log = false, unit: [scale, unit] = [1, ""] } = {}) {
   const values = ticks.map((tick) => (tick === null ? null : tick * scale));

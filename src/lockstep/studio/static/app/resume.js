@@ -8,7 +8,7 @@ import { number } from "./format.js";
 import { merge } from "./live.js";
 import { Dialog, Tick } from "./ui.js";
 
-/** The step of the checkpoint that a resume reads, or null without one. */
+/** The step of the checkpoint for a resume, or null without one. */
 export const newestStep = (detail) => detail?.checkpoints.at(-1)?.step ?? null;
 
 export function ResumeDialog({ run, detail, onClose }) {

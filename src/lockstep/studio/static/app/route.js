@@ -1,9 +1,9 @@
-// Where the page is, in the address: #/runs, #/run/<id>/<tab>, #/compare/<run>,<run>, #/scaling, #/machine; after a `?`
-// what a view keeps in its link (filters, columns, the x axis).
+// The address of each view: #/runs, #/run/<id>/<tab>, #/compare/<run>,<run>, #/group/<tag>; after a `?` the options of a view
+// (filters, columns, the x axis).
 
 import { computed, effect, signal } from "./html.js";
 
-// The address that the studio printed, opened in a browser that has a session: the token leaves it.
+// Remove the token of the printed address, if the browser already has a session.
 if (location.hash.startsWith("#token=")) history.replaceState(null, "", location.pathname);
 
 const hash = signal(location.hash);
@@ -12,7 +12,7 @@ addEventListener("hashchange", () => (hash.value = location.hash));
 /** Whether the form of a new run is open. */
 export const drawer = signal(false);
 
-/** A part of an address, which someone may have cut: `decodeURIComponent` would throw. */
+/** Decode a part of an address, which may be incomplete: `decodeURIComponent` would throw. */
 const decoded = (text) => new URLSearchParams(`id=${text.replaceAll("+", "%2B")}`).get("id");
 
 export const route = computed(() => {
@@ -23,7 +23,7 @@ export const route = computed(() => {
   return { view, run: view === "run" ? ids[0] : null, ids, tab, query: new URLSearchParams(query) };
 });
 
-/** Of views without ids, what their link kept last: the way back to the table of runs shows it as it was left. */
+/** The last options of each view without ids: the way back to the table of runs restores them. */
 const left = new Map();
 effect(() => {
   const { view, ids, query } = route.value;
@@ -38,7 +38,7 @@ export function go(view, ids = [], tab = "") {
   hash.value = location.hash;
 }
 
-/** Keeps `value` in the link of this view; null or nothing removes it. */
+/** Keep `value` in the link of this view; null or an empty text removes it. */
 export function keep(name, value) {
   const { query } = route.value;
   if (value === null || value === "") query.delete(name);

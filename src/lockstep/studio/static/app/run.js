@@ -20,14 +20,14 @@ const ENDS = {
   stopped: "The run was stopped.",
 };
 
-/** Of a failure: the exception's last line, the cause and the fix. */
+/** The lines of a failure with its exception, cause and fix. */
 const summaryOf = (error) => {
   const lines = (error ?? "").split("\n").map((line) => line.trim()).filter(Boolean);
   const raised = lines.filter((line) => /^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*:/.test(line)).at(-1);
   return [raised ?? lines[0], ...lines.filter((line) => /^(cause|why|fix):/i.test(line))].filter(Boolean);
 };
 
-/** What happened, at which step, and the last output of the run. */
+/** The end of a run: cause, step, and last output. */
 function Ended({ run, detail }) {
   const cause = summaryOf(run.error);
   return html`<section class="stack" aria-label="How it ended">

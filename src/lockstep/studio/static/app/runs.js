@@ -12,11 +12,11 @@ import { address, drawer, go, keep, route } from "./route.js";
 import { Badge, Button, Dialog, Menu, openDialog, Search, Select, showError, showMessage, Tag, TextDialog } from "./ui.js";
 
 const PAGE = 100;
-/** How many rows are shown, and the groups that are open. */
+/** Number of rows to show, and the open groups. */
 const limit = signal(PAGE);
 const unfolded = signal(new Set());
 const STATUSES = ["pending", "running", "completed", "failed", "stopped", "lost"];
-/** Most runs in the charts beside the table. */
+/** Maximum number of runs in the charts beside the table. */
 const MOST_BESIDE = 10;
 /** Selected runs, in order of selection. */
 export const compared = signal([]);
@@ -28,10 +28,10 @@ effect(() => {
   if (runs.value && left.length < compared.peek().length) compared.value = left;
 });
 
-/** What words of a filter are looked for in. */
+/** The text that words of a filter are compared with. */
 const textOf = (run) => [run.id, run.location, run.name, run.task, run.status, ...run.tags, ...(run.devices ?? [])].join(" ").toLowerCase();
 
-/** By run, the settings that differ between runs; fetched when a column or a filter needs one. */
+/** The settings that differ between runs, by run; requested when a column or a filter needs one. */
 const settings = signal(null);
 const metricsOf = (run) => ({ __proto__: null, ...run.last_epoch, ...run.final_metrics, ...run.best_metric });
 const COLUMNS = {
@@ -72,7 +72,7 @@ function compareValues(a, b) {
   return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
 }
 
-/** What the link keeps of the table. */
+/** The options of the table, from the link. */
 const table = computed(() => {
   const { query } = route.value;
   const [order = "-created"] = [query.get("sort") ?? undefined];
@@ -144,7 +144,7 @@ function Filters({ shown, all }) {
   </div>`;
 }
 
-/** Fills the form with the configuration of a run. */
+/** Fill the form with the configuration of a run. */
 async function duplicate(run) {
   try {
     const copy = await post(runPath(run.id, "/duplicate"));
@@ -157,7 +157,7 @@ async function duplicate(run) {
   }
 }
 
-/** What can be done with one run, as items of a menu. */
+/** The actions on one run, as items of a menu. */
 export const actionsFor = (run) => [
   ["Rename", () => openDialog(RenameDialog, { run })],
   ["Edit tags", () => openDialog(TagsDialog, { run })],
@@ -176,7 +176,7 @@ function Row({ run, columns, numeric }) {
   </tr>`;
 }
 
-/** Mean and standard deviation (of the sample) of what is a number in every run that has it. */
+/** Mean and sample standard deviation of a column's numbers. */
 function spread(rows, name) {
   const values = rows.map((run) => valueOf(run, name)).filter((value) => typeof value === "number" && Number.isFinite(value));
   if (!values.length) return "";
@@ -218,7 +218,7 @@ function Selected({ all }) {
   </div>`;
 }
 
-/** A dialog whose text `change(text, run)` turns into what to write into each of the runs. */
+/** A dialog with a text; `change(text, run)`: the new labels of each of its runs. */
 const labelDialog = (options, change) => ({ run, onClose }) => {
   const save = async (text) => merge(await Promise.all([run].flat().map((one) => patch(runPath(one.id), change(text, one)))), []);
   return html`<${TextDialog} onClose=${onClose} onSubmit=${save} ...${options(run)} />`;
@@ -255,7 +255,7 @@ function Heads({ columns, numeric, order }) {
   return html`<tr><th class="tick"><span class="unseen">Select</span></th>${head("name", "Name")}${columns.map((name) => head(name, columnTitle(name)))}<th><span class="unseen">Actions</span></th></tr>`;
 }
 
-/** Curves of the selected runs, else of the first ones of the table: the loss and the monitored metrics. */
+/** Loss and monitored metrics of the selected runs, else of the first ones of the table. */
 function Beside({ found, group }) {
   const shown = compared.value.length ? found.filter(({ id }) => compared.value.includes(id)) : found;
   const some = shown.slice(0, MOST_BESIDE);
