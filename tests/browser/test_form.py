@@ -111,8 +111,8 @@ def test_an_error_stands_beside_its_field_and_run_leads_to_the_first(server: Add
     expect(boxes.first).to_have_accessible_description(re.compile("^there is no gpu:7 on this machine"))
     run.click(force=True)
     expect(boxes.first).to_be_focused()
-    load(server, page, hardware={"precision": "tf32", "matmul_precision": "highest"})
-    expect(foot.get_by_role("alert")).to_contain_text("precision is tf32 and matmul_precision is highest")
+    load(server, page, hardware={"strategy": "single", "selected_devices": ["gpu:0", "gpu:1"]})
+    expect(foot.get_by_role("alert")).to_contain_text("strategy single takes one device, but 2 devices are selected")
     expect(wrong).to_have_count(0)
 
 
@@ -143,6 +143,7 @@ def load(server: Address, page: Page, **config: object) -> None:
     page.get_by_role("button", name="Load", exact=True).click()
     page.get_by_role("dialog", name="Load configuration").get_by_role("button", name="other machine har").click()
     expect(page.get_by_role("dialog", name="Load configuration")).to_be_hidden()
+    server.call("DELETE", "/api/configs/other machine")
 
 
 def test_a_configuration_of_another_machine_and_numbers_that_a_browser_rounds(

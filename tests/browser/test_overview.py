@@ -157,6 +157,7 @@ def test_which_run_is_best_what_differs_and_does_it_improve(server: Address, ope
     page.evaluate("names => { location.hash = `#/compare/${names}` }", names)
     table = page.get_by_role("table", name="Answer")
     expect(table.get_by_role("row", name=re.compile("a11.*no better for 2 epochs"))).to_be_visible()
+    expect(table.get_by_role("cell", name=re.compile("no better|still improving"))).to_have_count(6)
     assert cells(table) == [
         ["Run", "Val accuracy", "Epoch", "Last", "Epochs", "Trend", "Test accuracy", "lr"],
         ["run-00000a11", "0.875", "2", "0.8125", "", "no better for 2 epochs", "0.625", "0.25"],
@@ -220,6 +221,7 @@ def test_the_way_back_leads_to_the_table_as_it_was(server: Address, open_page: O
     expect(curves.get_by_role("figure", name="val accuracy per epoch")).to_be_visible()
     expect(curves).to_contain_text("The first 10 of 20 runs")
     figure = curves.get_by_role("figure", name="val accuracy per epoch")
+    figure.scroll_into_view_if_needed()
     figure.locator(".u-over").hover(position={"x": 2, "y": 20})
     expect(figure.locator(".tip dt")).to_have_text([f"run-{number:08x}" for number in range(1, 20, 2)])
     expect(figure.locator(".tip dd")).to_have_text(["0.5"] * 10)
