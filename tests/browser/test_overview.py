@@ -223,7 +223,7 @@ def test_the_way_back_leads_to_the_table_as_it_was(server: Address, open_page: O
     figure = curves.get_by_role("figure", name="val accuracy per epoch")
     figure.scroll_into_view_if_needed()
     figure.locator(".u-over").hover(position={"x": 2, "y": 20})
-    expect(figure.locator(".tip dt")).to_have_text([f"run-{number:08x}" for number in range(1, 20, 2)])
+    expect(figure.locator(".tip dt")).to_have_text(rows.get_by_role("link").all_inner_texts()[:10])
     expect(figure.locator(".tip dd")).to_have_text(["0.5"] * 10)
     view = page.get_by_role("region", name="Runs")
     view.evaluate("it => it.scrollTo(0, 120)")
