@@ -1,8 +1,7 @@
 """The studio's helper process: it imports tasks, reads the sizes of their data and makes plans.
 
-The argument of the process is the descriptor of one end of a pipe; each JSON document that arrives is answered with one.
-The process ends when the other end is closed, so it never outlives the studio, which itself imports neither torch nor a
-user's code.
+Its argument is the descriptor of one end of a pipe; each JSON document that arrives is answered with one. The process
+ends when the other end is closed, so it never outlives the studio, which itself imports neither torch nor user code.
 """
 
 from __future__ import annotations
