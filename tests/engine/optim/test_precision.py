@@ -1,7 +1,4 @@
-"""``precision: bf16-true``: weights, gradients and optimizer in bfloat16, as in a loop written by hand.
-
-And the loss scale that the optimizers of a session share, in fp16, which needs no GPU by itself.
-"""
+"""``precision: bf16-true``: weights, gradients and optimizer in bfloat16, as in a loop written by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from torch import nn
 
 import lockstep
 from lockstep.config.load import merge
-from lockstep.engine.session.stepper import SharedPrecision
 from lockstep.errors import UnsupportedError
 from lockstep.rundir.folder import RunDir
 from tests.attempts import attempt
@@ -129,14 +125,3 @@ def test_what_it_is_not_for_is_refused(settings: dict[str, Any], words: str) -> 
     devices = {"hardware": {"selected_devices": ["cpu", "cpu"], "precision": "bf16-true"}}
     with pytest.raises(UnsupportedError, match=f"precision bf16-true is incompatible with {words}"):
         lockstep.plan(Toy, merge(devices, settings))
-
-
-@pytest.mark.parametrize("found", [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
-def test_an_overflow_of_any_optimizer_halves_the_scale_once_after_the_window(found: tuple[float, float]) -> None:
-    precision = SharedPrecision("16-mixed", torch.device("cpu"), 1.0)
-    before = precision.seed_value()
-    for value in found:
-        precision.update(torch.tensor([value]))
-        assert precision.seed_value() == before, "the window's other backward passes have the same scale"
-    precision.settle()
-    assert precision.seed_value() == before / 2

@@ -14,6 +14,7 @@ from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.resume import load_weights
+from lockstep.engine.session.stepper import SharedPrecision
 from lockstep.planning import Schedule
 from tests.updates import update_for_model
 
@@ -271,3 +272,14 @@ def test_a_norm_that_is_only_logged_skips_no_step(on_host: bool) -> None:
         update.apply(0, 1, 1.0, want_norm=want_norm)
         results.append((update.skipped, model.weight.detach().clone()))
     assert results[0][0] == results[1][0] == 0 and torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("found", [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
+def test_an_overflow_of_any_optimizer_halves_the_scale_once_after_the_window(found: tuple[float, float]) -> None:
+    precision = SharedPrecision("16-mixed", CPU, 1.0)
+    before = precision.seed_value()
+    for value in found:
+        precision.update(torch.tensor([value]))
+        assert precision.seed_value() == before, "the window's other backward passes have the same scale"
+    precision.settle()
+    assert precision.seed_value() == before / 2
