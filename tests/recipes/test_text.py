@@ -196,6 +196,18 @@ def test_a_model_of_transformers_is_saved_in_its_format_and_as_a_program(tmp_pat
     torch.testing.assert_close(program.module()(ids), model(ids))
 
 
+def test_an_export_has_the_tokenizer_as_transformers_reads_it(tmp_path: Path) -> None:
+    library = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    library.LlamaConfig(vocab_size=300, **sizes).save_pretrained(tmp_path / "llama")
+    made = task(written(tmp_path), model=tmp_path / "llama", tokenizer="bpe", vocabulary=300)
+    made.prepare()
+    made.export(made.model(), tmp_path)
+    read = library.AutoTokenizer.from_pretrained(tmp_path / "pretrained")
+    text = "a text, and é"
+    assert read(text)["input_ids"] == made.tokenizer.encode(text).tolist() and read.eos_token_id == made.tokenizer.end
+
+
 def test_a_model_of_a_config_file_has_float32_weights_and_that_of_a_folder_its_own(tmp_path: Path) -> None:
     library = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

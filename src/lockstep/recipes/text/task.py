@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping
 from functools import cached_property
@@ -272,12 +273,18 @@ class TextTask(Task):
         return [f"sample: {text}"]
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write the tokenizer, and a model of transformers as ``from_pretrained`` reads it."""
-        (folder / "tokenizer.json").write_text(self.tokenizer.state()["tokenizer"], encoding="utf-8")
+        """Write the tokenizer, and a model of transformers with it as ``from_pretrained`` reads them."""
+        state = self.tokenizer.state()
+        (folder / "tokenizer.json").write_text(state["tokenizer"], encoding="utf-8")
         save = getattr(model, "save_pretrained", None)
         if save is not None:
             model.config.use_cache = True  # type: ignore[union-attr]
-            save(folder / "pretrained")
+            pretrained = folder / "pretrained"
+            save(pretrained)
+            if "end" in state:  # bytes are no tokenizer of transformers
+                (pretrained / "tokenizer.json").write_text(state["tokenizer"], encoding="utf-8")
+                settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": state["end"]}
+                (pretrained / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
     def state_dict(self) -> dict[str, Any]:
         return self.tokenizer.state()
