@@ -232,7 +232,7 @@ def _as_usage_error(error: CycloptsError, tokens: Sequence[str]) -> UsageError:
         return UsageError(message, fix="write a list with commas: --gpu-ids 0,1" if is_list else _help_of(tokens))
     message, question, suggestion = str(error).strip().partition(" Available commands:")[0].partition(" Did you mean ")
     if isinstance(error, MissingArgumentError):
-        message = re.split("[Pp]arameter ", message)[-1]  # without `Command "train" parameter`
+        message = re.split("parameter ", message, flags=re.IGNORECASE)[-1]  # without `Command "train" parameter`
         message = message if message.startswith("-") else f"missing argument: {message.split()[0]}"
     if isinstance(error, UnknownOptionError):
         from lockstep.config.load import key_for
