@@ -206,6 +206,12 @@ def test_an_export_has_the_tokenizer_as_transformers_reads_it(tmp_path: Path) ->
     read = library.AutoTokenizer.from_pretrained(tmp_path / "pretrained")
     text = "a text, and é"
     assert read(text)["input_ids"] == made.tokenizer.encode(text).tolist() and read.eos_token_id == made.tokenizer.end
+    again = task(written(tmp_path), model=tmp_path / "pretrained")
+    assert again.tokenizer.state()["tokenizer"] == made.tokenizer.state()["tokenizer"]
+    assert again.model().get_input_embeddings().num_embeddings == 300
+    (tmp_path / "pretrained" / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"trained with 300 tokens, and task\.tokenizer has 257"):
+        task(written(tmp_path), model=tmp_path / "pretrained").model()
 
 
 def test_a_model_of_a_config_file_has_float32_weights_and_that_of_a_folder_its_own(tmp_path: Path) -> None:

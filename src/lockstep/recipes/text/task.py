@@ -127,13 +127,19 @@ class TextTask(Task):
     def _documents(self) -> list[str]:
         return standard_library() if self._path is None else read_documents(self._path, self.config.field)
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """As configured, or that of the checkpoint that was loaded."""
+    @property
+    def _tokenizer_source(self) -> Path | str:
+        """The setting, or the tokenizer in the folder of the model where there is one and none is set."""
         source = self.config.tokenizer
         folder = self.config.model
         if source == "bytes" and folder is not None and (folder / "tokenizer.json").is_file():
-            source = folder / "tokenizer.json"
+            return folder / "tokenizer.json"
+        return source
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """As configured, or that of the checkpoint that was loaded."""
+        source = self._tokenizer_source
         if isinstance(source, Path) and not source.is_file():
             raise ConfigError(f"there is no tokenizer {source}", fix="use bytes, bpe, or a tokenizer.json")
         if source != "bpe":
@@ -197,7 +203,8 @@ class TextTask(Task):
         if config.model is not None:
             from lockstep.recipes.text.transformers_models import build
 
-            return build(config.model, self._vocabulary, config.context, config.lora)
+            has_tokenizer = isinstance(self._tokenizer_source, Path)
+            return build(config.model, self._vocabulary, config.context, config.lora, has_tokenizer=has_tokenizer)
         try:
             return Gpt(
                 self._vocabulary,

@@ -13,12 +13,17 @@ from torch import nn
 from lockstep.errors import ConfigError, UnsupportedError
 
 
-def build(path: Path, vocabulary: int, context: int, lora: int) -> nn.Module:
+def build(path: Path, vocabulary: int, context: int, lora: int, *, has_tokenizer: bool) -> nn.Module:
     """Build the model of a config.json (new weights) or of a folder (with its weights, if any), in float32.
 
+    Args:
+        vocabulary: number of tokens of the tokenizer; ``has_tokenizer``: it is of a file, not bytes or of the corpus.
+        context: tokens of a sample.
+        lora: rank of the adapters; 0: none.
+
     Raises:
-        UnsupportedError: a library is not installed. ConfigError: no such model, it is too small for the tokens, or
-            its tokens see those after them.
+        UnsupportedError: a library is not installed. ConfigError: no such model, it is too small for the tokens, it
+            was trained with another tokenizer, or its tokens see those after them.
     """
     library = _import("transformers")
     if not path.exists():
@@ -26,7 +31,8 @@ def build(path: Path, vocabulary: int, context: int, lora: int) -> nn.Module:
     try:
         config = library.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         auto = library.AutoModelForCausalLM
-        if path.is_dir() and any(chain(path.glob("*.safetensors"), path.glob("pytorch_model*.bin"))):
+        is_trained = path.is_dir() and any(chain(path.glob("*.safetensors"), path.glob("pytorch_model*.bin")))
+        if is_trained:
             model = auto.from_pretrained(
                 str(path), config=config, dtype="float32", local_files_only=True, trust_remote_code=False
             )
@@ -37,7 +43,14 @@ def build(path: Path, vocabulary: int, context: int, lora: int) -> nn.Module:
         raise ConfigError(
             f"transformers cannot make a causal language model of {path}", why=str(error)[:300], fix="check task.model"
         ) from None
-    _check_sizes(path, config.get_text_config(decoder=True), vocabulary, context)
+    sizes = config.get_text_config(decoder=True)
+    _check_sizes(path, sizes, vocabulary, context)
+    if is_trained and not has_tokenizer and sizes.vocab_size != vocabulary:
+        raise ConfigError(
+            f"the model of {path} was trained with {sizes.vocab_size} tokens, and task.tokenizer has {vocabulary}",
+            why="its weights belong to the tokens of its tokenizer, and the folder has no tokenizer.json",
+            fix="set task.tokenizer to the model's tokenizer.json",
+        )
     if lora:
         model = _with_adapters(path, model, lora)
     model.register_forward_hook(_logits)
