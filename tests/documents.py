@@ -51,7 +51,7 @@ ELSEWHERE = {
     r"^ray |--on ray": ("needs a Ray cluster", "tests/launch/engines/test_ray.py"),
     r"^srun ": ("needs SLURM", "tests/launch/engines/test_slurm.py"),
     r"--nnodes|--nodes 2(?!.*--on (slurm|k8s))": ("needs several nodes", "tests/dist/test_nodes.py"),
-    r"^scripts/gpu/check|gpu_workloads|--gpu-ids": ("needs GPUs", "tests/test_gpu_check.py"),
+    r"^scripts/gpu/check|gpu_workloads|--gpu-ids|--strategy dp\b": ("needs GPUs", "tests/test_gpu_check.py"),
     r"^(ssh|curl) |lockstep studio": ("serves until it is stopped", "tests/studio/test_security.py"),
     r"s3://": ("needs a bucket", "tests/rundir/test_mirror.py"),
     r"lockstep stop": ("needs a run that is training", "tests/cli/test_running.py"),
