@@ -60,6 +60,7 @@ def main() -> None:
             print(f"epoch {epoch}: loss {row['loss']:.6f}, {row['steps']} steps of {row['effective_batch']} samples")
         if sys.argv[1:]:
             torch.save({"losses": [row["loss"] for row in history], "weights": ddp.module.state_dict()}, sys.argv[1])
+    dist.barrier()  # gloo may abort a process that ends while another one is still in the last collective
     dist.destroy_process_group()
 
 

@@ -40,6 +40,7 @@ def main() -> None:
         losses.append((sums[0] / sums[1]).item())
     if rank == 0:
         problem.report(losses)
+    dist.barrier()  # gloo may abort a process that ends while another one is still in the last collective
     dist.destroy_process_group()
 
 
