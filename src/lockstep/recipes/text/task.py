@@ -129,7 +129,7 @@ class TextTask(Task):
 
     @property
     def _tokenizer_source(self) -> Path | str:
-        """The setting, or the tokenizer in the folder of the model where there is one and none is set."""
+        """The setting, or by default the tokenizer in the folder of the model."""
         source = self.config.tokenizer
         folder = self.config.model
         if source == "bytes" and folder is not None and (folder / "tokenizer.json").is_file():
