@@ -23,15 +23,15 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
 MEASURES = ("vague", "packed", "splat", "long", "what", "where", "own", "noun")
 #: Figures that were reached, by package of ``src/lockstep``: lower them with each change, never raise them.
 LIMITS: dict[str, tuple[float, ...]] = {
-    "all": (0.75, 0.15, 0, 19, 0, 0, 0.1, 110),
+    "all": (0.75, 0.15, 0, 19, 0, 0, 0.1, 0),
     "_compat": (0, 0, 0, 0, 0, 0, 0, 0),
     "api": (0, 0, 0, 1, 0, 0, 0, 0),
-    "audit": (0, 0, 0, 1, 0, 0, 0, 12),
+    "audit": (0, 0, 0, 1, 0, 0, 0, 0),
     "checkpoint": (0, 0, 0, 0, 0, 0, 0, 0),
     "cli": (0, 0, 0, 2, 0, 0, 0, 0),
     "config": (0, 0, 0, 0, 0, 0, 0, 0),
     "data": (0, 0.9, 0, 0, 0, 0, 0, 0),
-    "engine": (0, 0, 0, 2, 0, 0, 0.5, 42),
+    "engine": (0, 0, 0, 2, 0, 0, 0.5, 0),
     "events.py": (0, 0, 0, 0, 0, 0, 0, 0),
     "hardware": (0, 0, 0, 0, 0, 0, 0, 0),
     "lab": (1.75, 0, 0, 4, 0, 0, 0, 0),
@@ -42,7 +42,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "recipes": (0, 0, 0, 3, 0, 0, 0, 0),
     "rundir": (0.6, 0, 0, 0, 0, 0, 0, 0),
     "strategies.py": (0, 0, 0, 0, 0, 0, 0, 0),
-    "studio": (1, 0, 0, 1, 0, 0, 0, 55),
+    "studio": (1, 0, 0, 1, 0, 0, 0, 0),
     "tasks": (0, 0, 0, 1, 0, 0, 0, 0),
     "telemetry": (0, 0, 0, 0, 0, 0, 0, 0),
     "verification": (1.8, 0, 0, 0, 0, 0, 0, 0),

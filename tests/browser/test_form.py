@@ -217,11 +217,19 @@ def test_every_setting_has_a_field_and_a_mistake_goes_with_it(server: Address, o
         expect(run).to_be_enabled()
 
 
+SCALED = """
+
+class Scaled(Task):
+    def __init__(self, scale: float = 1.0, names: tuple[str, ...] = ("a",)) -> None:
+        super().__init__()
+"""
+
+
 @pytest.mark.slow
 def test_a_first_visit_shows_devices_the_tasks_of_the_folder_and_a_run_that_is_ready(
     open_page: OpenPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mine.py").write_text((ROOT / "tests" / "toys.py").read_text())
+    (tmp_path / "mine.py").write_text((ROOT / "tests" / "toys.py").read_text() + SCALED)
     monkeypatch.chdir(tmp_path)
     with studio(tmp_path, machine(2)) as address:
         page = open_page(address.url)
@@ -235,3 +243,9 @@ def test_a_first_visit_shows_devices_the_tasks_of_the_folder_and_a_run_that_is_r
         expect(task).to_have_value(f"{tmp_path / 'mine.py'}:Toy")
         expect(task.get_by_role("option", name="mine.py:Toy (in this folder)")).to_have_count(0)
         expect(run).to_be_enabled()
+        task.select_option("mine.py:Scaled (in this folder)")
+        scale = form.get_by_label("Scale", exact=True)
+        expect(scale).to_have_value("1")
+        scale.fill("0.5")
+        form.get_by_text("Command and YAML", exact=True).click()
+        expect(form.get_by_label("Command", exact=True)).to_contain_text("--set task.scale=0.5")

@@ -102,7 +102,7 @@ def run_ranks(script: Script, ranks: int, folder: Path, *, steps: int, timeout_s
 
 
 def _waits(records: Records, alive: Collection[int], ranks: int) -> bool:
-    """Whether the ranks that are ``alive`` wait for one that has ended, or for each other in different calls."""
+    """Return whether ranks that are ``alive`` wait for one that has ended, or for each other in different calls."""
     of_process = Records(record for record in records if record["kind"] != "draw" and record["rank"] in alive)
     last = [of_rank[-1] for of_rank in of_process.by("rank").values()]
     if not last or any(record["kind"] not in ("call", "backward") for record in last):

@@ -121,7 +121,7 @@ def send(identity: Identity, signum: signal.Signals) -> bool:
 
 
 def last_lines(file: Path, lines: int, *, skip_bytes: int = 0) -> tuple[list[str], bool]:
-    """The last lines of a text file beyond ``skip_bytes``, and whether there are more; none when it cannot be read."""
+    """Return the last lines of a text file beyond ``skip_bytes``, and whether there are more; none if unreadable."""
     try:
         with files.open_regular(file) as stream:
             start = max(skip_bytes, stream.seek(0, os.SEEK_END) - _MAX_LOG_BYTES)
@@ -205,7 +205,7 @@ class Starts:
         return start
 
     def read(self, name: str) -> Command | None:
-        """The last start of a run by a studio; ``None`` for a run that was started elsewhere."""
+        """Return the last start of a run by a studio; ``None`` for a run that was started elsewhere."""
         return Command.read(self._home.start(name) / "start.json", _MAX_RECORD_BYTES)
 
     def wait_for_end(self, name: str, start: Command | None) -> None:
@@ -217,7 +217,7 @@ class Starts:
             time.sleep(0.05)
 
     def output(self, name: str) -> Path:
-        """The file of the command's output: moved to the run's ``logs`` as soon as that folder exists."""
+        """Return the file of the command's output: moved to the run's ``logs`` as soon as that folder exists."""
         here = self._home.start(name) / "output.log"
         logs = RunDir(self._home.run(name)).logs
         if logs.is_dir() and not logs.is_symlink():
@@ -231,12 +231,12 @@ class Starts:
         return here
 
     def was_made(self, name: str, start: Command) -> bool:
-        """Whether the command had made the run's folder: its output was moved there."""
+        """Return whether the command had made the run's folder: its output was moved there."""
         made = start.attempt_before > 0 or not (self._home.start(name) / "output.log").exists()
         return made and not is_alive(start.process)
 
     def labels(self, name: str) -> Labels:
-        """The labels that the run's record does not have yet."""
+        """Return the labels that the run's record does not have yet."""
         return Labels.read(self._home.start(name) / "labels.json", _MAX_RECORD_BYTES) or Labels()
 
     def label(self, name: str, labels: Labels) -> None:
@@ -252,7 +252,7 @@ class Starts:
                 self.label(run.path.name, Labels())
 
     def target(self, run: RunDir) -> Identity | None:
-        """The process of this machine to signal for the run.
+        """Find the process of this machine to signal for the run.
 
         The command that the studio started leads a process group. For a run from a terminal it is the launcher,
         since it would restart killed ranks, or the one process that trains; their groups may contain other commands.

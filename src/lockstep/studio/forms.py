@@ -46,7 +46,7 @@ class Forms:
         }
 
     def _used(self, device: dict[str, Any]) -> dict[str, Any]:
-        """``device`` with the user and the run of each of its processes, where the system says."""
+        """Add user and run of each of its processes to ``device``, if the system names them."""
         going = self._index.going() if device["users"] else []
         for user in device["users"]:
             user["owner"] = owner(user["pid"])
@@ -54,7 +54,7 @@ class Forms:
         return device
 
     def check_devices(self, names: Sequence[str]) -> None:
-        """Raises :class:`LockstepError` for devices that this machine does not have, and too many CPU ranks."""
+        """Raise :class:`LockstepError` for devices that this machine does not have, and too many CPU ranks."""
         settings.check_ranks(names)
         select(parse(names), self.devices())
 
@@ -62,7 +62,7 @@ class Forms:
         return {"tasks": self._planner.tasks(list(self.offered))}
 
     def task_files(self) -> dict[str, Any]:
-        """The tasks of the Python files here that are not offered yet."""
+        """List the tasks of the working folder's Python files that are not offered yet."""
         files = settings.task_files(Path.cwd(), self._home.runs_dir)
         return {"files": [file for file in files if settings.class_path(str(Path.cwd() / file)) not in self.offered]}
 
@@ -99,7 +99,7 @@ class Forms:
         return request
 
     def startable(self, body: PlanBody) -> RunRequest:
-        """:meth:`checked`, with the task's settings checked against its schema."""
+        """Check a form as :meth:`checked` does, and the task's settings against its schema."""
         request = self.checked(body)
         schema = self.described(request.task)["schema"]
         unknown = (request.settings.get("task") or {}).keys() - schema.get("properties", {}).keys() - {"datamodule"}
@@ -183,7 +183,7 @@ def _labels(placement: Placement | None, plan: Mapping[str, Any] | None) -> dict
 
 
 def _precisions(config: RunConfig, devices: Sequence[Device]) -> list[dict[str, Any]]:
-    """Which precisions the chosen devices can compute, asked of the same function that decides it for a run."""
+    """List the precisions, with the reason against each one that the chosen devices cannot compute."""
     answers = []
     for precision in get_args(Precision):
         reason = None

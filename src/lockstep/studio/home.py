@@ -36,13 +36,13 @@ class Home:
             self.path.chmod(0o700)
 
     def run(self, name: str) -> Path:
-        """The folder of a run, which may not exist."""
+        """Return the folder of a run, which may not exist."""
         if not is_run_name(name):
             raise run_not_found(name)
         return self.runs_dir / name
 
     def start(self, name: str) -> Path:
-        """The folder of the studio's notes on a run: how it was started, its labels."""
+        """Return the folder of the studio's notes on a run: how it was started, its labels."""
         return self.starts / self.run(name).name
 
     def config(self, name: str) -> Path:
@@ -56,7 +56,7 @@ class Home:
         return self.configs / f"{name}.json"
 
     def token(self, *, new: bool = False) -> str:
-        """The studio's secret: that of the last start, so that open pages still work after a restart, or a new one."""
+        """Return the studio's secret: that of the last start, with which open pages still work, or a new one."""
         file = self.path / "token"
         if new:
             file.unlink(missing_ok=True)
@@ -74,7 +74,7 @@ class Home:
         return text
 
     def write_door(self, url: str) -> Path:
-        """A page for this user alone that leads to ``url``: other users can read the arguments of a command."""
+        """Write a page for this user alone that leads to ``url``: other users can read the arguments of a command."""
         file = self.path / "open.html"
         write_text(file, render(__package__, "door.html", url=url), mode=_PRIVATE)
         return file
@@ -90,7 +90,7 @@ def state_of(path: Path | str) -> tuple[int, int, int] | None:
 
 
 def is_run_name(name: str) -> bool:
-    """Whether ``name`` can be a folder right under the runs folder: one component, not hidden."""
+    """Return whether ``name`` can be a folder right under the runs folder: one component, not hidden."""
     try:
         length = len(os.fsencode(name))
     except UnicodeEncodeError:

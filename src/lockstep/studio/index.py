@@ -59,12 +59,12 @@ class RunIndex:
         self._lock = threading.RLock()
 
     def summaries(self) -> list[Summary]:
-        """One summary a run, newest first."""
+        """List a summary for each run, newest first."""
         with self._lock:
             return self._listed()
 
     def watched(self) -> tuple[list[Summary], list[str]]:
-        """:meth:`summaries`, each the same object until it changes, and :meth:`problems`."""
+        """Return :meth:`summaries`, each the same object until it changes, and :meth:`problems`."""
         with self._lock:
             return self._listed(), self.problems()
 
@@ -72,12 +72,12 @@ class RunIndex:
         return {"runs": self.summaries(), "problems": self.problems()}
 
     def problems(self) -> list[str]:
-        """Why folders that should be runs cannot be read."""
+        """List the problems of folders that cannot be read as runs."""
         with self._lock:
             return sorted(entry.problem for entry in self._entries.values() if entry.problem)
 
     def locate(self, ref: str) -> str:
-        """The name of the folder of the run with this id, or with this folder."""
+        """Return the folder's name of the run with this id or folder name."""
         with self._lock:
             if ref not in self._folders and not os.path.lexists(self._home.run(ref)):
                 self._listed()
@@ -91,7 +91,7 @@ class RunIndex:
             return entry.summary
 
     def run(self, ref: str) -> RunDir:
-        """The folder of a run that can be read."""
+        """Open the folder of a run that can be read."""
         run = RunDir(self._home.run(self.locate(ref)))
         if not os.path.lexists(run.run_file):
             raise run_not_found(ref)
@@ -99,7 +99,7 @@ class RunIndex:
         return run
 
     def run_folder(self, ref: str) -> RunDir:
-        """The folder of a run, even if its command has not made it yet."""
+        """Return the folder of a run, even if its command has not made it yet."""
         run = RunDir(self._home.run(self.locate(ref)))
         if not os.path.lexists(run.run_file) and self._starts.read(run.path.name) is None:
             raise run_not_found(ref)
@@ -109,7 +109,7 @@ class RunIndex:
         return [summary for summary in self.summaries() if summary["status"] in LIVE]
 
     def users(self) -> dict[str, list[str]]:
-        """The live runs of each device."""
+        """Return the live runs of each device."""
         runs_by_device: dict[str, list[str]] = {}
         for summary in self.going():
             for device in dict.fromkeys(summary["devices"]):
@@ -200,7 +200,7 @@ class RunIndex:
         self._folders[entry.id] = folder
 
     def _complete(self, entry: Entry, start: Command | None) -> Summary:
-        """The summary from the files, and what depends on processes and labels."""
+        """Complete the summary from the files by the state of processes and the labels."""
         run = entry.run
         record = entry.record
         base = dict(entry.base)

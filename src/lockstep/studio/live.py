@@ -47,7 +47,7 @@ class Hub:
         self.feeds: WeakValueDictionary[str, Feed] = WeakValueDictionary()
 
     def feed(self, name: str) -> Feed:
-        """The feed of a run: that of the tabs that follow it, or a new one. Raises :class:`ApiError`."""
+        """Return the feed of a run: that of the tabs that follow it, or a new one. Raises :class:`ApiError`."""
         return self.feeds.setdefault(name, self.feeds.get(name) or Feed(self.index.run_folder(name), name))
 
     def rows(
@@ -59,7 +59,7 @@ class Hub:
         column: Annotated[list[str] | None, Query(max_length=100)] = None,
         full: bool = False,
     ) -> Response:
-        """A part of a stream: these columns and the axes (default: all), thinned out unless it is short or ``full``."""
+        """Return a part of a stream: these columns (default: all) and the axes, thinned out unless short or full."""
         feed = self.feed(name)
         while True:
             with feed.lock:

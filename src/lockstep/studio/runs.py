@@ -107,7 +107,7 @@ class Runs:
         }
 
     def confused(self, name: RunName) -> dict[str, Any]:
-        """The samples that the run has kept of the cells of its confusion matrix, by ``"target,prediction"``."""
+        """Return the samples of the cells of the run's confusion matrix, by ``"target,prediction"``."""
         file = self._index.run_folder(name).path / "confused.json"
         cells = or_else(lambda: read_json(file, max_bytes=_MAX_TABLES), {})
         try:
@@ -132,7 +132,7 @@ class Runs:
 
     @contextlib.contextmanager
     def _ended(self, name: str) -> Iterator[None]:
-        """While the context is open, a run that has ended, with its command, is neither started nor deleted."""
+        """Keep a run whose command has ended from being started or deleted in the body."""
         folder = self._index.locate(name)
         start = self._starts.read(folder)  # not one that another request begins meanwhile
         self._refuse_live(name)
@@ -142,7 +142,7 @@ class Runs:
             yield
 
     def _refuse_live(self, name: str) -> None:
-        """Raises :class:`ApiError` when there is no such run, or it is running."""
+        """Raise :class:`ApiError` when there is no such run, or it is running."""
         with contextlib.suppress(RunFolderError):  # it is damaged, so it is not running
             if self._index.summary(name)["status"] in LIVE:
                 raise in_progress(name)
@@ -293,14 +293,14 @@ def _files(folder: Path) -> list[dict[str, Any]]:
 
 
 def _content_of(file: Path) -> Iterator[bytes]:
-    """A file's content in parts; it may grow meanwhile. Raises :class:`OSError`."""
+    """Yield a file's content in parts; it may grow meanwhile. Raises :class:`OSError`."""
     with open_regular(file) as stream:
         while part := stream.read(1 << 20):
             yield part
 
 
 def _form_of(config: RunConfig, task_defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The form's content to start such a run again, and the settings that the page may not set.
+    """Return the form's content to start such a run again, and the settings that the page may not set.
 
     The form starts from the task's defaults: a value that equals a general default may differ from them.
     """

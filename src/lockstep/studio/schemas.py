@@ -108,7 +108,7 @@ def body_of(error: LockstepError) -> dict[str, Any]:
 
 
 def malformed(problems: Sequence[Any]) -> ApiError:
-    """The error for a body or a message that pydantic refuses; ``problems``: its ``errors()``."""
+    """Make the error for a body or a message that pydantic refuses; ``problems``: its ``errors()``."""
     reasons = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems[:5]]
     reason = "; ".join(reasons)[:500]
     return ApiError("INVALID_REQUEST", 422, "the request is malformed", why=reason, fix="see docs/studio.md")

@@ -130,7 +130,7 @@ class Server:
         return f"http://{HOST}:{self.port}/#token={self.token}"
 
     def write_door(self) -> str:
-        """The address of a file that leads to :attr:`url`, for a browser's command line."""
+        """Write a file that leads to :attr:`url`, for a browser's command line; return its address."""
         return self.studio.home.write_door(self.url).as_uri()
 
     @property
@@ -252,7 +252,7 @@ def _ok(data: Any, status: int = 200) -> Response:
 
 
 def _routes(studio: Studio, hub: Hub) -> APIRouter:
-    """All routes, bound to one studio; most call a method, whose parameters are the route's, and answer its result."""
+    """Bind all routes to one studio; most call a method, whose parameters are the route's, and answer its result."""
     router = APIRouter(prefix="/api")
     forms = studio.forms
     runs = studio.runs

@@ -47,7 +47,7 @@ _MAX_SOURCE_BYTES = 1 << 20
 
 
 def offered_tasks(names: Sequence[str]) -> OfferedTasks:
-    """The built-in tasks and those of ``names``: each a task's class, or a LightningModule's and its data's with a +.
+    """List the built-in tasks and ``names``: each a task's class, or a LightningModule's and its data's with a +.
 
     A class in a file is named by its absolute path, as runs name it. Raises :class:`TaskError`.
     """
@@ -114,12 +114,12 @@ class RunRequest:
     runs_dir: Path
 
     def for_command(self) -> dict[str, Any]:
-        """The settings as a command must get them, whatever its current folder: a run by its folder."""
+        """Return the settings for a command in any working folder: a run is named by its folder."""
         source = self.settings.get("init_from")
         return self.settings if source is None else self.settings | {"init_from": str(self.runs_dir / source)}
 
     def mapping(self) -> dict[str, Any]:
-        """:meth:`for_command` as a configuration file has it, the task's name included."""
+        """Return :meth:`for_command` as a configuration file has it, with the task's name."""
         return merge(self.for_command(), {"task": {**(self.settings.get("task") or {}), "name": self.task}})
 
 
@@ -157,7 +157,7 @@ def check(task: str, config: Mapping[str, Any], tasks: OfferedTasks, home: Home)
 
 
 def check_ranks(devices: Sequence[str]) -> None:
-    """Raises :class:`ConfigError` for more processes on the CPU than the page starts."""
+    """Raise :class:`ConfigError` for more processes on the CPU than the page starts."""
     ranks = sum(device == "cpu" for device in devices)
     if ranks > MOST_CPU_RANKS:
         refusal = ConfigError(
@@ -170,7 +170,7 @@ def check_ranks(devices: Sequence[str]) -> None:
 
 
 def for_page(value: Any) -> Any:
-    """``value`` as a browser keeps it: whole numbers that it would round are texts, which mean the same."""
+    """Convert whole numbers that a browser would round to texts, which mean the same."""
     if isinstance(value, Mapping):
         return {key: for_page(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -179,7 +179,7 @@ def for_page(value: Any) -> Any:
 
 
 def run_in(ref: object, home: Home) -> str:
-    """The name of the folder of the run that ``ref`` names: by its id, its folder's name or its folder."""
+    """Return the folder's name of the run that ``ref`` names: by its id, its folder's name or its folder."""
     name = str(ref).removeprefix(f"{home.runs_dir}/")
     if is_run_name(name):
         if (home.run(name) / "run.json").is_file():
@@ -206,13 +206,13 @@ def flatten(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def command_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """The command as words, and for people: what can be pasted into a shell."""
+    """Return the command as words, and as a line for a shell."""
     words = ["lockstep", *arguments]
     return {"argv": words, "command": shlex.join(words)}
 
 
 def as_flags(settings: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:
-    """The words of a command with these settings, as a person would type it. ``flags``: those that it has, by flag."""
+    """Return the words of a command with these settings, as typed by a person; ``flags``: its settings by flag."""
     by_key = {key: flag for flag, key in flags.items()}
     words: list[str] = []
     for key, value in flatten(settings):
@@ -253,7 +253,7 @@ class SavedConfigs:
         return self.load(name)
 
     def load(self, name: str) -> dict[str, Any]:
-        """One configuration, also as YAML."""
+        """Return a saved configuration, also as YAML."""
         saved = SavedConfig.read(self._home.config(name), MAX_JSON_BYTES)
         if saved is None:
             raise ApiError("CONFIG_NOT_FOUND", 404, f"there is no configuration {name!r}", fix="reload")

@@ -89,7 +89,7 @@ class Columns:
         self.rows = total
 
     def last(self, name: str) -> float:
-        """The newest value of a column; 0 without one."""
+        """Return the newest value of a column; 0 without one."""
         return float(np.nan_to_num(self[name][-1])) if self.rows and name in self else 0.0
 
     def truncate(self, rows: int) -> None:
@@ -124,7 +124,7 @@ class Columns:
 
 
 def thin_out(columns: Mapping[str, Column], x: str, points: int) -> dict[str, Column]:
-    """Two rows a bucket: each column's minimum and maximum in the order in which they came.
+    """Thin out to two rows a bucket: each column's minimum and maximum, in their order.
 
     The axes have the values of the bucket's first and middle row. Every peak stays visible; rows of an incomplete
     bucket are kept.
@@ -220,7 +220,7 @@ class Tail:
         self.preview = self.sample()
 
     def sample(self) -> Columns | None:
-        """A coarse sample of a file that takes long to read; ``None`` for a short one."""
+        """Read a coarse sample of a file that takes long to read; ``None`` for a short one."""
         try:
             if self.reader.path.lstat().st_size < LONG_BYTES:
                 return None
@@ -232,7 +232,7 @@ class Tail:
         return picture if picture.rows else None
 
     def _add_steps(self, columns: Mapping[str, Column]) -> None:
-        """As :func:`lockstep.rundir.folder.surviving`, on stretches of rows instead of single ones."""
+        """Add steps as :func:`lockstep.rundir.folder.surviving` does, for stretches of rows instead of single ones."""
         steps = columns["step"]
         all_rows = self.columns
         attempts = np.nan_to_num(columns.get("attempt", np.ones(len(steps))), nan=1)

@@ -26,7 +26,7 @@ def data_findings(run: Run) -> Iterator[Finding]:
 
 
 def _is_shared(passes: Sequence[Pass]) -> bool:
-    """Whether indices of all ranks mean samples of one data set."""
+    """Return whether indices of all ranks mean samples of one data set."""
     datasets = {(data_pass.about["dataset"], data_pass.about["size"]) for data_pass in passes}
     return len(datasets) == 1 and all(datasets.pop())
 
@@ -50,7 +50,7 @@ def _undivided(run: Run, passes: Sequence[Pass]) -> Finding | None:
 
 
 def _covers_all(data_pass: Pass) -> bool:
-    """Whether a loader, without replacement, has all samples of its data set in several batches."""
+    """Return whether a loader, without replacement, has all samples of its data set in several batches."""
     length = len(data_pass.batches[0] or ())
     size = data_pass.about["size"]
     return not data_pass.about["replaces"] and size > length > 0 and data_pass.about["batches"] * length > size - length
@@ -84,7 +84,7 @@ def _uneven(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
 
 
 def _counts_padding(run: Run, passes: Sequence[Pass]) -> bool:
-    """Whether calls of the ranks show that a metric counts the repeated samples."""
+    """Return whether calls of the ranks show that a metric counts the repeated samples."""
     calls = [data_pass.records.of("call") for data_pass in passes]
     lengths = [len(data_pass.indices or ()) for data_pass in passes]
     has_counts = all(any(n in call["values"] for call in of_rank) for n, of_rank in zip(lengths, calls, strict=True))

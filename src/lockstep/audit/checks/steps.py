@@ -55,7 +55,7 @@ def _ratio(vector: np.ndarray, base: np.ndarray) -> tuple[float, float]:
 
 
 def _is_recorded(run: Run, step: Records) -> bool:
-    """Whether all micro-batches of a step, equally many on each rank, have gradients and counts."""
+    """Return whether all micro-batches of a step, equally many on each rank, have gradients and counts."""
     backwards = step.of("backward")
     gradients = [local["gradients"] for local in step.of("local")]
     has_all = len(gradients) == len(backwards) and all(gradients) and all(b.get("count") for b in backwards)

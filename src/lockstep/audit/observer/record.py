@@ -25,7 +25,7 @@ _LIBRARIES = tuple(
 
 @functools.cache
 def is_library(filename: str) -> bool:
-    """Whether a code object's file belongs to Python, to an installed package or to Lockstep."""
+    """Return whether a code object's file belongs to Python, to an installed package or to Lockstep."""
     parts = Path(filename).parts
     if filename.startswith("<") or "site-packages" in parts or "dist-packages" in parts:
         return True

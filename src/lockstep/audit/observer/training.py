@@ -64,7 +64,7 @@ class TrainingObserver:
         register_optimizer_step_post_hook(self._after_step)
 
     def is_full(self) -> bool:
-        """Whether the step to come is recorded in full."""
+        """Return whether the next step is recorded in full."""
         done = self.recorder.step - 1
         data_pass = self.recorder.current_pass
         is_near_end = data_pass is not None and data_pass.left is not None and data_pass.left <= LAST_BATCHES

@@ -29,7 +29,7 @@ from lockstep.errors import TaskError, UnsupportedError
 
 
 def length(dataset: Any) -> int | None:
-    """``None``: of a stream."""
+    """Return the number of rows; ``None`` for a stream."""
     return None if is_stream(dataset) else len(dataset)
 
 
@@ -131,7 +131,7 @@ class DataFeed:
         return windows(self._batch, rank=rank.world.rank, epoch=epoch, position=position, epochs=epochs, ghosts=ghosts)
 
     def walk(self, epoch: int, position: int) -> Iterator[Any]:
-        """This rank's micro-batches from ``position`` to the end of ``epoch``, on its device.
+        """Yield this rank's micro-batches from ``position`` to the end of ``epoch``, on its device.
 
         The window is counted when the loop asks for the batch after it: then its body is done.
         """
@@ -155,13 +155,13 @@ class DataFeed:
                 return
 
     def again(self) -> Iterator[Any]:
-        """The micro-batches of the current window once more. Raises :class:`LockstepError`."""
+        """Yield the micro-batches of the current window once more. Raises :class:`LockstepError`."""
         if is_stream(self.source.dataset):
             raise UnsupportedError("again() has no batches of iterable data", why="they are read once")
         return self._training.again(self.source.batch)
 
     def _at(self, epoch: int, position: int) -> TimedBatches:
-        """The batches from there on; the loader before ends, unless it is there."""
+        """Return the batches from this position on, of a new loader unless the present one stands there."""
         if self._next != (epoch, position):
             self.close()
             plan = self._training.rank.plan
@@ -191,7 +191,7 @@ class UpdateRows:
         return index
 
     def fingerprint(self) -> str:
-        """Of any rows: the loop makes others in every update."""
+        """Return one fingerprint for any rows: the loop makes new ones in every update."""
         return "updates"
 
 
@@ -208,7 +208,7 @@ def count_rows(rows: Any) -> int:
 
 
 def _length(leaf: Any) -> int:
-    """The number of rows; 0 of anything without rows."""
+    """Return the number of rows; 0 for objects without rows."""
     has_rows = hasattr(leaf, "__len__") and not isinstance(leaf, str) and getattr(leaf, "ndim", 1) > 0
     return len(leaf) if has_rows else 0
 
@@ -247,7 +247,7 @@ class RowFeed:
             )
 
     def walk(self, rows: Any, size: int) -> Iterator[Any]:
-        """This rank's micro-batches of ``rows``, on its device. The window stays open."""
+        """Yield this rank's micro-batches of ``rows``, on its device. The window stays open."""
         training = self._training
         rank = training.rank
         if rank.world.size > 1 and training.compares_rows:
@@ -265,7 +265,7 @@ class RowFeed:
         yield from training.micro_batches(window.requests, map(self._read, window.requests))
 
     def again(self) -> Iterator[Any]:
-        """The micro-batches of the current window once more. Raises :class:`TaskError`."""
+        """Yield the micro-batches of the current window once more. Raises :class:`TaskError`."""
         return self._training.again(self._read)
 
     def _read(self, request: BatchRequest) -> Any:

@@ -15,7 +15,7 @@ from lockstep.errors import CollectiveError
 
 
 def gather_rows(tensor: Tensor, *, counts: bool) -> Tensor:
-    """The rows of all ranks, in rank order: [n_r, ...] → [Σ n_r, ...]. Collective, and so is its backward.
+    """Concatenate the rows of all ranks in rank order: [n_r, ...] → [Σ n_r, ...]. Collective, as is its backward.
 
     The gradient of a rank's rows is the sum over the losses of all ranks.
 
@@ -48,7 +48,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _gathered(rows: Tensor) -> tuple[list[int], list[Tensor]]:
-    """How many rows each rank has, and the rows. Collective."""
+    """Return the number of rows of each rank, and the rows. Collective."""
     sizes = all_gather_rows(torch.tensor([len(rows)], device=rows.device), None).flatten().tolist()
     if not max(sizes):
         return sizes, [rows for _ in sizes]
@@ -71,7 +71,7 @@ class _Sum(torch.autograd.Function):
 
 
 def reduce_tensor(tensor: Tensor, operation: Literal["sum", "mean", "min", "max"]) -> Tensor:
-    """The reduction of every rank's ``tensor``; ``sum`` and ``mean`` have a gradient. Collective."""
+    """Reduce every rank's ``tensor``; ``sum`` and ``mean`` have a gradient. Collective."""
     if operation in ("sum", "mean"):
         total = cast(Tensor, cast(Any, _Sum.apply)(tensor))
         return total / dist.get_world_size() if operation == "mean" else total

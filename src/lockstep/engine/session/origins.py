@@ -96,19 +96,19 @@ class _Writers:
         self._reads: list[Tensor] = []
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The numbers of the elements of ``tensor``, in its shape."""
+        """Return the numbers of the elements of ``tensor``, in its shape."""
         if tensor.itemsize != self._itemsize:
             return torch.full_like(tensor, _UNKNOWN, dtype=torch.int32)
         return self._numbers.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def note_rows(self, tensor: Tensor, select: Callable[[Tensor], Tensor]) -> None:
-        """Elements of rows of ``tensor`` are read that this body has not written so far."""
+        """Note a read of rows of ``tensor``, in which are elements that this body has not written so far."""
         places = torch.arange(len(self._numbers), device=tensor.device)
         rows = select(places.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()))
         self._reads.append(rows.flatten())
 
     def end_body(self, number: int) -> bool:
-        """Whether rows were read that belong to other samples than the rows that the body ``number`` wrote."""
+        """Return whether rows were read of other samples than those that the body ``number`` wrote."""
         rows = [self._numbers[places] for places in self._reads]
         self._reads.clear()
         return any(bool((row != number + 1).any()) for row in rows)
@@ -181,7 +181,7 @@ class LossOrigins(TorchFunctionMode):
             self._set(tensor, frozenset((part.number,)))
 
     def step(self, name: str) -> None:
-        """The body has called the step of this optimizer."""
+        """Note that the body has called the step of this optimizer."""
         self._stepped.add(name)
 
     @contextmanager
@@ -298,7 +298,7 @@ class LossOrigins(TorchFunctionMode):
             numbers.fill_(number)
 
     def _number(self, batches: _Origins) -> int:
-        """The writer of a value of these batches, see :class:`_Writers`."""
+        """Return the writer of a value of these batches, see :class:`_Writers`."""
         return _UNKNOWN if batches - {self._part.number} else -1 - self._part.number
 
     def _note_average(self, arguments: Any, results: Sequence[Tensor], origins: _Origins) -> None:
@@ -322,7 +322,7 @@ class LossOrigins(TorchFunctionMode):
     def _of_elements(
         self, tensor: Tensor, select: Callable[[Tensor], Tensor] = lambda numbers: numbers, *, by_sample: bool = False
     ) -> _Origins:
-        """The origins of the elements of ``tensor`` that ``select`` takes; ``by_sample``: by values of the batch."""
+        """Return the origins of the selected elements of ``tensor``; ``by_sample``: selected by values of a batch."""
         origins = self._of(tensor)
         key = _key(tensor)
         part = self._part
@@ -385,17 +385,17 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _has_memory(value: Any) -> bool:
-    """Whether it is a tensor with a storage."""
+    """Return whether ``value`` is a tensor with a storage."""
     return isinstance(value, Tensor) and _key(value) != id(value)
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether no other tensor has more of the memory of ``tensor``."""
+    """Return whether ``tensor`` covers its storage."""
     return _key(tensor) == id(tensor) or tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _batch_tensors(batch: Any, visited: set[int]) -> Iterator[Tensor]:
-    """The tensors of ``batch``, those in the attributes of its objects too."""
+    """Yield the tensors of ``batch``, those in the attributes of its objects too."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -114,7 +114,7 @@ class PreparedModels:
         prepared[name] = thing
 
     def container(self) -> nn.Module:
-        """The model, or all of them as one module."""
+        """Return the model, or all of them as one module."""
         if self._container is None:
             named = {f"{name}.": model for name, model in self.models.items()}
             self._container = next(iter(self.models.values())) if len(named) == 1 else Trained(named)
@@ -156,7 +156,7 @@ class PreparedModels:
     def loop_tensors(
         self, averages: Iterable[torch.Tensor], merged: Iterable[torch.Tensor], registered: Iterable[Any]
     ) -> LoopTensors:
-        """The tensors that outlive a body, those of the objects that are ``registered`` for checkpoints among them."""
+        """Return the tensors that outlive a body, including those of objects ``registered`` for checkpoints."""
         module = self.container()
         states = [module.state_dict(), *(thing.state_dict() for thing in registered)]
         return LoopTensors(
@@ -188,7 +188,7 @@ class PreparedModels:
                 )
 
     def sharing(self) -> dict[str, list[str]]:
-        """The optimizers that have parameters of others, with the names of those."""
+        """Return the optimizers with parameters in common, and the names of the others that have them."""
         owned = {name: set(map(id, parameters_of(optimizer))) for name, optimizer in self.optimizers.items()}
         sharing = {
             name: [other for other, theirs in owned.items() if other != name and parameters & theirs]
@@ -227,7 +227,7 @@ class PreparedModels:
         )
 
     def parameters(self, models: Iterable[nn.Module] | nn.Module) -> list[nn.Parameter]:
-        """The trained parameters of ``models``. Raises :class:`TaskError`: they belong to no prepared module."""
+        """Return the trained parameters of ``models``. Raises :class:`TaskError`: they are of no prepared module."""
         chosen = [models] if isinstance(models, nn.Module) else list(models)
         key = tuple(map(id, chosen))
         if key not in self._chosen:

@@ -64,7 +64,7 @@ class Shards:
 
     @staticmethod
     def second_order(call: str) -> UnsupportedError:
-        """The refusal of a ``call`` for gradients of gradients."""
+        """Make the error that refuses a ``call`` for gradients of gradients."""
         return UnsupportedError(
             f"{call} is incompatible with strategy fsdp",
             why="a gradient of gradients needs parameters that a backward pass has freed",
@@ -78,7 +78,7 @@ class Shards:
         return part
 
     def whole(self, content: dict[str, Any], *, keep: bool) -> dict[str, Any]:
-        """A checkpoint's content from the parts that ranks have, on ranks that ``keep`` it. Collective."""
+        """Join the ranks' parts of a checkpoint's content, on ranks that ``keep`` it. Collective."""
         whole: dict[str, Any] = gathered(content, keep=keep)
         return whole
 

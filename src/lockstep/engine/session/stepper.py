@@ -55,7 +55,7 @@ class SharedPrecision(Precision):
         self._found = infinite, counted
 
     def settle(self) -> None:
-        """The window is over."""
+        """Update the scale at the end of a window."""
         if self._found is not None:
             super().update(*self._found)
             self._found = None
@@ -147,7 +147,7 @@ class SessionOptimizer:
                 self._hooks = [p.register_post_accumulate_grad_hook(self._buckets.ready) for p in self._trained]
 
     def _gradients(self) -> _Gradients:
-        """The gradients there are, and how often each has been written to."""
+        """Return the gradients, and the number of writes to each."""
         return versions([p.grad for p in self._trained])
 
     def _unhook(self) -> None:
@@ -163,7 +163,7 @@ class SessionOptimizer:
     # Backward calls.
 
     def begin_window(self) -> None:
-        """Raises :class:`UnsupportedError`: the optimizer has other parameters."""
+        """Begin a window. Raises :class:`UnsupportedError`: the optimizer has other parameters."""
         now = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if now != len(self._parameters):
             raise UnsupportedError(
@@ -201,7 +201,7 @@ class SessionOptimizer:
     def after_backward(
         self, window: int, total: Tensor | float, count: Tensor | float, flags: Callable[[], Flags]
     ) -> None:
-        """Raises :class:`TaskError`: it has added to gradients that are not of this window's calls."""
+        """Note a backward call. Raises :class:`TaskError`: it has added to gradients of another window."""
         self._after = self._gradients()
         touched = differ(self._before, self._after)
         self._before = _NONE
@@ -238,7 +238,7 @@ class SessionOptimizer:
         self._has_reduced = False
 
     def end_micro_batch(self, request: BatchRequest) -> None:
-        """The body has run for ``request``, which is not the last one of the window, or the window's step follows."""
+        """End a micro-batch: that of ``request``, after which other ones or the window's step follow."""
         if self._lanes is not None:
             self._lanes.add(*self._local())
             self._lanes.end(request)
@@ -292,7 +292,7 @@ class SessionOptimizer:
             )
 
     def share(self, name: str) -> None:
-        """``name`` was stepped, which has parameters of this optimizer."""
+        """Note that ``name`` was stepped, which has parameters of this optimizer."""
         self.notice_clearing()
         if any(call.touched for call in self.calls):
             self.used_by = name
@@ -309,7 +309,7 @@ class SessionOptimizer:
             self._lanes.begin()
 
     def _of_lane(self) -> list[_Call]:
-        """The calls whose gradients are in ``p.grad``."""
+        """Return the calls whose gradients are in ``p.grad``."""
         return self.calls if self._lanes is None else self.calls[self._earlier :]
 
     def _local(self) -> tuple[Any, Any]:
@@ -346,7 +346,7 @@ class SessionOptimizer:
         return reduced._replace(count=self._count_anywhere()) if is_uneven else reduced
 
     def _count_anywhere(self) -> float:
-        """The count of calls that reached the parameters on some ranks only. Collective."""
+        """Sum the counts of the calls that reached the parameters on any rank. Collective."""
         everyone = self._rank.collectives.all_gather([(float(call.count), call.touched) for call in self.calls])
         calls = zip(*everyone, strict=True)
         return sum(sum(c for c, _ in ranks) for ranks in calls if any(touched for _, touched in ranks))

@@ -124,7 +124,7 @@ class SessionTraining(Training):
     # Windows and micro-batches.
 
     def begin_window(self, window: Window, split: Callable[[int], Any]) -> None:
-        """``split``: the spans of each rank's micro-batches in a window of this loop."""
+        """Begin a window; ``split``: the spans of each rank's micro-batches in it."""
         if self._sharing and (self._shards or self.rank.plan.reproducibility == "exact" or len(window.requests) > 1):
             raise UnsupportedError(
                 f"{' and '.join(self._sharing)} share parameters",
@@ -146,7 +146,7 @@ class SessionTraining(Training):
     def micro_batches(
         self, requests: Sequence[BatchRequest], batches: Iterator[Any], *, again: bool = False
     ) -> Iterator[Any]:
-        """The batch of each of ``requests``, for one run of the loop's body; ``again``: in the body of the last one."""
+        """Yield the batch of each of ``requests``, for one run of the body; ``again``: in the last one's body."""
         for number, request in enumerate(requests):
             # In place of a batch without readable samples comes one that counts nothing.
             request, batch = readable(request, next(batches))
@@ -179,7 +179,7 @@ class SessionTraining(Training):
                     self.is_ghost = False
 
     def again(self, read: Callable[[BatchRequest], Any]) -> Iterator[Any]:
-        """The micro-batches of this window once more, by ``read``. Raises :class:`TaskError`."""
+        """Yield the micro-batches of this window once more, by ``read``. Raises :class:`TaskError`."""
         window = self._inside("again")
         if not self.is_last:
             raise TaskError(
