@@ -1115,6 +1115,9 @@ class FileBacked(Dataset[Any]):
         self.file: Any = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the data set
         self.file.write(inputs.numpy().tobytes())
 
+    def __del__(self) -> None:
+        self.file.close()
+
     def __len__(self) -> int:
         return SAMPLES
 

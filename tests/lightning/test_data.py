@@ -94,12 +94,12 @@ def test_ranks_share_every_step_evenly_and_each_sample_is_taken_once(
     taken = []
     walks = [list(epoch_steps(plan, rank, position)) for rank in range(ranks)]
     for steps in zip(*walks, strict=True):
-        assert {len(step.mine) for step in steps} == {plan.accumulate}
-        sizes = [stop - start for step in steps for start, stop in step.mine]
+        assert {len(step.micro_batches) for step in steps} == {plan.accumulate}
+        sizes = [stop - start for step in steps for start, stop in step.micro_batches]
         assert min(sizes) >= least
         # What is too little for a step of its own joins the one before.
         assert max(sizes) <= plan.batch_size + least + 1
-        taken += [number for step in steps for span in step.mine for number in range(*span)]
+        taken += [number for step in steps for span in step.micro_batches for number in range(*span)]
     assert sorted(taken) == list(range(position, samples))
 
 
@@ -110,7 +110,7 @@ def test_the_rest_of_an_epoch_that_other_devices_have_left_must_be_enough_for_ev
         list(epoch_steps(plan, 0, 20))
     assert "or on one" in caught.value.fix
     alone = batch_plan(samples=25, ranks=1, batch_size=2, accumulate=1, global_batch_size=10)
-    assert [len(step.mine) for step in epoch_steps(alone, 0, 20)] == [5]
+    assert [len(step.micro_batches) for step in epoch_steps(alone, 0, 20)] == [5]
 
 
 @given(st.integers(1, 200), SMALL, SMALL, st.booleans())
@@ -199,7 +199,7 @@ def test_an_evaluation_loader_with_a_sampler_of_its_own_stays_on_one_rank_and_is
 ) -> None:
     loader = DataLoader(numbers(4), **own)
     assert evaluation_loader(loader, World(), 1) is loader
-    with pytest.raises(UnsupportedError, match=r"its own \w*Sampler"):
+    with pytest.raises(UnsupportedError, match=r"it has a \w*Sampler"):
         evaluation_loader(loader, World(size=2, local_size=2), 1)
 
 
