@@ -244,6 +244,7 @@ def test_a_first_visit_shows_devices_the_tasks_of_the_folder_and_a_run_that_is_r
         expect(task.get_by_role("option", name="mine.py:Toy (in this folder)")).to_have_count(0)
         expect(run).to_be_enabled()
         task.select_option("mine.py:Scaled (in this folder)")
+        form.get_by_label("Search settings").fill("scale")
         scale = form.get_by_label("Scale", exact=True)
         expect(scale).to_have_value("1")
         scale.fill("0.5")
