@@ -72,14 +72,16 @@ class LoaderObserver:
         iterator.lockstep_pass.prefetched.append(indices)
 
     def _read(self, iterator: Any) -> Observation:
-        data_pass: OpenPass = iterator.lockstep_pass
-        if data_pass.left != 0 and data_pass.steps >= self.recorder.max_steps:
+        data_pass: OpenPass | None = getattr(iterator, "lockstep_pass", None)
+        if data_pass is not None and data_pass.left != 0 and data_pass.steps >= self.recorder.max_steps:
             self.recorder.write("cut", loader_pass=data_pass.number, is_script=False)
             raise StopIteration
         return self._note_batch(data_pass)
 
-    def _note_batch(self, data_pass: OpenPass) -> Observation:
+    def _note_batch(self, data_pass: OpenPass | None) -> Observation:
         yield
+        if data_pass is None:  # an iterator that was made without the constructor of torch's
+            return
         self.recorder.current_pass = data_pass
         data_pass.left = data_pass.left and data_pass.left - 1
         indices = _plain(data_pass.prefetched.pop(0)) if data_pass.prefetched else None
