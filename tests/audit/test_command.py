@@ -69,3 +69,39 @@ def test_forms_of_the_command(tmp_path: Path) -> None:
     assert read_command("torchrun", ["--nproc_per_node", "2", *module.words], is_module=False) == module
     with pytest.raises(UsageError):
         read_command(str(tmp_path / "missing.py"), [], is_module=False)
+
+
+OWN_ITERATOR = """
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+class Batches(_BaseDataLoaderIter):
+    def __init__(self):  # without that of torch
+        self.left = 4
+
+    def _next_data(self):
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return torch.ones(4, 2)
+
+    _profile_name, _sampler_iter, _num_yielded = "batches", (), 0
+    _dataset_kind, _IterableDataset_len_called = None, None
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in Batches():
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_an_iterator_made_without_torchs_constructor_is_left_alone(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OWN_ITERATOR)
+    result = run_cli("audit", "--ranks", "1", "--json", "report.json", "train.py", fresh=True)
+    assert result.code == 0, result.err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["findings"] == []
+    assert [row["samples"] for row in next(iter(report["steps"].values()))] == [None] * 4
