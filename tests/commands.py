@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep.launch.local.fork_server import ForkServer, RemoteChild
+from tests.fork_server import ForkServer, RemoteChild
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -101,7 +101,7 @@ def start(
     reading, request = os.pipe()
     out, stdout = os.pipe()
     err, stderr = (None, stdout) if merged else os.pipe()
-    child = server.launch(f"{imported}:main", [imported], (reading, stdout, stderr))
+    child = server.start(f"{imported}:main", (reading, stdout, stderr))
     for fd in {reading, stdout, stderr}:
         os.close(fd)
     content = json.dumps({"arguments": command, "cwd": str(cwd), "environ": environ, "stdin": stdin}).encode()
@@ -113,6 +113,6 @@ def start(
 def _server_for(imported: str, environ: Mapping[str, str]) -> ForkServer | None:
     if imported not in _servers:
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-        _servers[imported] = ForkServer.start({**environ, "PYTHONPATH": path})
+        _servers[imported] = ForkServer({**environ, "PYTHONPATH": path}, imported)
     server = _servers[imported]
     return server if server.serves(environ) and not any(name.startswith(_OF_TORCH) for name in environ) else None

@@ -122,11 +122,10 @@ def _descendants() -> list[psutil.Process]:
         _strangers.intersection_update(others)  # a number may come again
         for pid in others - _strangers:
             (found if _has_mark(pid, mark) else _strangers).add(pid)
-    # One resource tracker and one fork server a process, alive until its end, are multiprocessing's design; ours, and
-    # those of the tests' commands, end with their caller.
+    # One resource tracker and one fork server a process, alive until its end, are multiprocessing's design; those of
+    # the tests' commands end with this process.
     server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
-    own = [getattr(sys.modules.get("lockstep.launch.local.fork_server"), "_server", None)]
-    own += getattr(sys.modules.get("tests.commands"), "_servers", {}).values()
+    own = getattr(sys.modules.get("tests.commands"), "_servers", {}).values()
     kept = {getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None)}
     kept |= {getattr(process, "pid", None) for process in own}
     processes = []

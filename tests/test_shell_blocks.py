@@ -93,10 +93,11 @@ RUNS = {
 MAIN = """
 import os, sys
 from lockstep.__main__ import main
-from lockstep.launch.local.fork_server import fork_server_here
+from lockstep.launch.local.launcher_process import fork_launcher_ahead
 from lockstep.launch.process.environment import set_defaults
 set_defaults(os.environ)
-fork_server_here()
+for _ in range(8):
+    fork_launcher_ahead()
 sys.exit(main())
 """
 

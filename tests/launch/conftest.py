@@ -44,7 +44,7 @@ print("code", code)
 sys.exit(code)
 """
 
-FORK_HERE = "from lockstep.launch.local import fork_server\nfork_server.fork_server_here()"
+FORK_AHEAD = "from lockstep.launch.local import launcher_process\nlauncher_process.fork_launcher_ahead()"
 
 #: A rank that takes stacks, and writes in a thread while its main thread computes.
 RANK = """
@@ -87,14 +87,14 @@ class Caller:
         Args:
             terminal: a descriptor; the caller runs there as a user would start it.
             prepare: lines of the caller before the launch.
-            fresh: the fork server is a new interpreter, as a library's caller gets it; else a fork, which is faster.
+            fresh: the launcher is a new interpreter, as a library's caller gets it; else a fork, which is faster.
         """
         script = SCRIPT.format(
             path=str(self.run_dir.path),
             ranks=len(actions),
             actions=",".join(actions),
             options=options,
-            prepare=prepare or ("" if fresh else FORK_HERE),
+            prepare=prepare or ("" if fresh else FORK_AHEAD),
         )
         self.process = subprocess.Popen(
             [sys.executable, "-"],

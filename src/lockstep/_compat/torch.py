@@ -355,11 +355,6 @@ def fsdp_reduce_scatter() -> Any:
     return DefaultReduceScatter()
 
 
-def in_bad_fork() -> bool:
-    """Return whether the process that this one is a fork of has asked the GPU, so that CUDA cannot be used here."""
-    return bool(torch.cuda._is_in_bad_fork())
-
-
 # GPUs.
 
 

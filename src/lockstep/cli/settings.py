@@ -241,12 +241,12 @@ def fork_ranks_from_here(settings: Mapping[str, Any] | str | None, *, script: bo
     """
     from lockstep.config import resolve
     from lockstep.hardware.world import read_world
-    from lockstep.launch.local.fork_server import fork_server_here
+    from lockstep.launch.local.launcher_process import fork_launcher_ahead
 
     selected = settings.split(",") if isinstance(settings, str) else resolve(settings or {}).hardware.selected_devices
     devices = selected or ()
     if (script or len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:
-        fork_server_here()
+        fork_launcher_ahead()
 
 
 def _contradiction(first: str, second: str, reason: str) -> UsageError:

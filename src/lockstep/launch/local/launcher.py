@@ -1,8 +1,8 @@
 """The launcher process: starts the ranks of one launch on this node, and watches them until each has ended.
 
 It runs in a separate session, so a terminal's Ctrl-C reaches only the process that started it, which passes it on. Its
-exit code is that of all ranks together. It is a fork that shares its modules (see :mod:`.fork_server`), and so are the
-ranks. They get the variables that torchrun documents
+exit code is that of all ranks together. The ranks are its forks, so they share its modules. They get the variables
+that torchrun documents
 (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables). Of several nodes, each has a launcher for
 the agent that starts its ranks (:mod:`lockstep.launch.engines.torchrun`).
 
@@ -29,6 +29,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Any, Literal
 
 import psutil
@@ -40,12 +41,15 @@ from lockstep.hardware.detect import oom_kills
 from lockstep.launch.failure import records
 from lockstep.launch.failure.records import RankEnd
 from lockstep.launch.local import worker
-from lockstep.launch.local.fork_server import Forked, fork
+from lockstep.launch.local.forks import Forked, fork
 from lockstep.launch.process import environment, signals
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.heartbeat import announce
 
 Phase = Literal["running", "stopping", "failing"]
+
+#: The process name of a launcher.
+NAME = "lockstep-launch"
 
 #: How often the launcher checks its ranks.
 MONITOR_INTERVAL_S = 0.1
@@ -225,7 +229,9 @@ class LaunchRequest:
 
     Attributes:
         call: of every rank; see :func:`lockstep.launch.local.worker.main`.
+        caller_pid: process number of the caller; the run stops when it ends.
         environ: variables of the launcher and, through it, of its ranks.
+        imports: modules to import once for all ranks, beside those that every rank needs.
         working_folder: ``None``: the caller's was removed.
     """
 
@@ -233,7 +239,9 @@ class LaunchRequest:
     ranks: int
     call: bytes
     limits: RankLimits
+    caller_pid: int
     environ: Mapping[str, str]
+    imports: tuple[str, ...]
     working_folder: str | None
 
 
@@ -243,7 +251,6 @@ class Launch:
 
     request: LaunchRequest
     stop: signals.StopRequest
-    parent_pid: int = field(default_factory=os.getppid)
     oom_kills_before: int = field(default_factory=oom_kills)
     supervisor: Supervisor = field(init=False)
     error: str = ""
@@ -262,8 +269,8 @@ class Launch:
             announce(self.run_dir.heartbeat_file, beat.step if beat else 0)
 
     def stop_requested(self) -> int | None:
-        # The parent process has ended without requesting a stop: the run ends with a checkpoint.
-        if os.getppid() != self.parent_pid:
+        # The caller has ended without requesting a stop: the run ends with a checkpoint.
+        if os.getppid() != self.request.caller_pid:
             self.stop.request(signal.SIGTERM)
         return self.stop.requested
 
@@ -288,17 +295,21 @@ class Launch:
 
 
 def main() -> int:
-    """Run the ranks of the :class:`LaunchRequest` on standard input, a pickle.
+    """Run the ranks of the :class:`LaunchRequest` that standard input, a socket, receives.
 
     Returns its exit code: 0, 1 failed, 2 wrong usage, 130 or 143 stopped.
     """
     stop = signals.StopRequest().install()
-    with open(0, "rb", closefd=False) as request_file:
-        request: LaunchRequest = pickle.load(request_file)
+    request = _receive_request()
+    if request is None:  # the caller has ended without a launch
+        return 0
     os.environ.clear()
     os.environ.update(request.environ)
     with contextlib.suppress(TypeError, OSError):  # the folder was removed
         os.chdir(request.working_folder)  # type: ignore[arg-type]
+    for module in request.imports:
+        with contextlib.suppress(Exception):  # the ranks report it
+            import_module(module)
     signals.accept()
     launch = Launch(request, stop)
     code = 1
@@ -325,6 +336,18 @@ def main() -> int:
             launch.supervisor.wait(_KILL_S)
         launch.write(exit_code=code)
     return code
+
+
+def _receive_request() -> LaunchRequest | None:
+    """Receive the request and the files that become standard output and error."""
+    with socket.socket(fileno=os.dup(0)) as connection:
+        _, files, _, _ = socket.recv_fds(connection, 1, 2)
+        for number, file in enumerate(files, start=1):
+            os.dup2(file, number)
+            os.close(file)
+        with connection.makefile("rb") as stream:
+            content = stream.read()
+    return pickle.loads(content) if content else None
 
 
 def _run_ranks(launch: Launch) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import codecs
 import contextlib
 import os
-import pickle
 import signal
+import subprocess
 import sys
 import threading
 import uuid
@@ -22,18 +22,15 @@ from lockstep.errors import RankFailed, RunFolderError, StorageError
 from lockstep.hardware import parent_death
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import read_failure
-from lockstep.launch.local.fork_server import RemoteChild, server_for
 from lockstep.launch.local.launcher import LaunchRequest
 from lockstep.launch.local.launcher import RankLimits as RankLimits
+from lockstep.launch.local.launcher_process import launcher_for, shared_imports
 from lockstep.launch.local.worker import RESULTS, pack_call, take_results
 from lockstep.launch.process.environment import LAUNCH_ID, for_launcher
 from lockstep.launch.process.rank_log import flush
 from lockstep.launch.process.signals import StopRequest, exit_code
 from lockstep.rundir.folder import RunDir, or_else, read_json, write_json
 
-_MAIN = "lockstep.launch.local.launcher:main"
-#: Slow imports: if the caller has one, all its ranks share one import of it.
-_SHARED = ("lightning.pytorch",)
 DEFAULTS = RankLimits()
 #: How long the launcher may take to end after it has been asked to kill all ranks.
 _KILL_S = 10.0
@@ -111,7 +108,9 @@ def launch(run_dir: RunDir, ranks: int, call: bytes, limits: RankLimits = DEFAUL
         ranks=ranks,
         call=call,
         limits=limits,
+        caller_pid=os.getpid(),
         environ=for_launcher(os.environ, uuid.uuid4().hex, sys.path, limits.threads),
+        imports=shared_imports(),
         working_folder=folder,
     )
     with StopRequest() as stop:
@@ -131,34 +130,30 @@ def launch(run_dir: RunDir, ranks: int, call: bytes, limits: RankLimits = DEFAUL
 
 def _run_launcher(request: LaunchRequest, stop: StopRequest) -> int:
     """Run the launcher and pass on the first signal of ``stop``; its return code. No process is left at the end."""
-    process: RemoteChild | None = None
     output = _Output()
-    with open(os.memfd_create("lockstep-request"), "w+b") as request_file:
-        pickle.dump(request, request_file)
-        request_file.seek(0)
+    launcher = launcher_for(request.environ)
+    process = launcher.process
+    stop.notify(process.send_signal)
+    try:
         try:
-            try:
-                shared = [name for name in _SHARED if name in sys.modules]
-                process = server_for(request.environ).launch(_MAIN, shared, (request_file.fileno(), *output.files))
-            finally:
-                output.close_files()
-            stop.notify(process.send_signal)
-            code = process.wait()
-            assert code is not None
-            output.finish()
-            return code
-        except KeyboardInterrupt:
-            if process is not None:
-                process.send_signal(signal.SIGQUIT)  # kill all ranks
-                with contextlib.suppress(KeyboardInterrupt):
-                    process.wait(_KILL_S)
-            return exit_code(signal.SIGINT)
+            with contextlib.suppress(OSError):  # it has ended: its exit code says so
+                launcher.send(request, output.files)
         finally:
-            if process is not None and process.wait(0.0) is None:
-                process.send_signal(signal.SIGKILL)  # its ranks die with it
-                process.wait()
-            if process is not None and (process.returncode or 0) < 0:
-                parent_death.kill_marked(LAUNCH_ID, request.environ[LAUNCH_ID])
+            output.close_files()
+        code = process.wait()
+        output.finish()
+        return code
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGQUIT)  # kill all ranks
+        with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+            process.wait(_KILL_S)
+        return exit_code(signal.SIGINT)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)  # its ranks die with it
+            process.wait()
+        if (process.returncode or 0) < 0:
+            parent_death.kill_marked(LAUNCH_ID, request.environ[LAUNCH_ID])
 
 
 class _Output:

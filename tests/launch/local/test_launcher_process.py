@@ -1,30 +1,25 @@
-"""The process that forks launchers: what it shares, and what its end means."""
+"""The launcher as a process: what it takes from its caller, and what its end means."""
 
 from __future__ import annotations
 
 import os
 import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 from threadpoolctl import threadpool_info
 
-from lockstep.launch.local import fork_server
-from lockstep.launch.local.fork_server import LAUNCHER
+from lockstep.launch.local import launcher
 from lockstep.launch.local.on_ranks import RankLimits, launch, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.rundir.folder import RunDir
 from tests.conftest import RunCli
-from tests.gloo import ROOT
-from tests.launch.conftest import FORK_HERE, STUB, Caller, wait_for
-
-
-def server() -> psutil.Process:
-    """This process's own; the tests' commands have others."""
-    assert fork_server._server is not None
-    return psutil.Process(fork_server._server.pid)
+from tests.gloo import ROOT, clean_environment
+from tests.launch.conftest import FORK_AHEAD, STUB, Caller, wait_for
 
 
 def see(rank: Rank, name: str) -> tuple[str, str, str, int, set[int], int]:
@@ -38,10 +33,9 @@ def see(rank: Rank, name: str) -> tuple[str, str, str, int, set[int], int]:
 
 
 @pytest.mark.slow
-def test_launches_of_one_process_share_a_server_and_nothing_else(
+def test_each_launch_has_the_folder_variables_and_threads_of_its_call(
     run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servers = []
     for value, threads in (("one", 1), ("two", 2)):
         folder = tmp_path / value
         folder.mkdir()
@@ -49,35 +43,39 @@ def test_launches_of_one_process_share_a_server_and_nothing_else(
         monkeypatch.setenv("SEEN", value)
         found = run_on_ranks(see, "SEEN", folder=run_dir, ranks=2, limits=RankLimits(threads=threads))
         assert found == [(f"rank-{number}", str(folder), value, threads, {threads}, 0) for number in range(2)]
-        servers.append(server().pid)
-    assert servers[0] == servers[1]
-    monkeypatch.setenv("PYTHONHASHSEED", "1")  # it counts when a process starts
-    monkeypatch.setenv("STUB", "end")
-    assert launch(run_dir, 1, STUB) == 0
-    assert server().pid != servers[0]
 
 
 @pytest.mark.slow
-def test_a_killed_server_is_replaced(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB", "end,end")
-    assert launch(run_dir, 2, STUB) == 0
-    found = server()
-    found.kill()
-    wait_for(lambda: found.status() == psutil.STATUS_ZOMBIE)
-    assert launch(run_dir, 2, STUB) == 0
-    assert server().pid != found.pid
-
-
-@pytest.mark.slow
-def test_a_server_killed_during_a_launch_ends_its_ranks(caller: Caller) -> None:
-    process = caller.start("ignore", "ignore")
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_killed_launcher_ends_its_ranks(caller: Caller, fresh: bool) -> None:
+    process = caller.start("ignore", "ignore", fresh=fresh)
     caller.wait_until_ready()
     started = psutil.Process(process.pid).children(recursive=True)
-    assert [child.name() for child in started][1:] == [LAUNCHER, "rank-0", "rank-1"]
+    assert [child.name() for child in started] == [launcher.NAME, "rank-0", "rank-1"]
     os.kill(started[0].pid, signal.SIGKILL)
     code, _, err = caller.finish()
     assert (code, err) == (1, "")
     wait_for(lambda: not any(child.is_running() for child in started))
+
+
+UNUSED = """
+import os
+from lockstep.launch.local import launcher_process
+launcher_process.fork_launcher_ahead()
+print(launcher_process._forked_ahead[0].process.pid, flush=True)
+input()
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_that_was_forked_for_nothing_ends_with_its_command() -> None:
+    command = [sys.executable, "-c", UNUSED]
+    with subprocess.Popen(command, env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        unused = psutil.Process(int(process.stdout.readline()))
+        wait_for(lambda: unused.name() == launcher.NAME)
+        process.kill()
+    wait_for(lambda: not unused.is_running())
 
 
 #: A fork of the caller, which has the caller's open files, and outlives it.
@@ -96,7 +94,7 @@ threading.Thread(target=fork, daemon=True).start()
 
 
 @pytest.mark.slow
-def test_a_server_ends_with_its_caller_though_a_fork_of_that_has_its_socket(caller: Caller, run_dir: RunDir) -> None:
+def test_a_launcher_ends_with_its_caller_though_a_fork_of_that_has_its_socket(caller: Caller, run_dir: RunDir) -> None:
     caller.start("ignore", "ignore", prepare=FORKING.format(path=str(run_dir.path)), stop_grace_s=0.5)
     caller.wait_until_ready()
     wait_for((run_dir.path / "forked").exists)
@@ -120,7 +118,7 @@ def test_a_caller_may_have_more_files_open_than_select_takes(run_dir: RunDir, mo
 
 @pytest.mark.slow
 def test_a_caller_that_ignores_the_end_of_children(caller: Caller) -> None:
-    caller.start("end", prepare="import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + FORK_HERE)
+    caller.start("end", prepare="import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + FORK_AHEAD)
     assert caller.finish()[::2] == (0, "")
 
 
@@ -184,7 +182,7 @@ def with_site(folder: Path, text: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_only_ranks_ask_the_gpu(run_cli: RunCli, tmp_path: Path) -> None:
-    """CUDA cannot be used in a fork of a process that has."""
+    """CUDA cannot be used in a fork of a process that has asked."""
     ended = run_cli("train", "tests.toys:Toy", "--devices", "gpu:0,gpu:0", env=with_site(tmp_path, SITE), fresh=True)
     assert "gpu:0 is not available to rank" in ended.err
     asked = (tmp_path / "asked").read_text().splitlines()
