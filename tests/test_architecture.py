@@ -340,6 +340,28 @@ def test_values_are_followed_through_functions_that_call_each_other(value: str, 
         called |= called_names(definition(file, name))
 
 
+_, _, ADDITIONS = ARCHITECTURE.partition("## Where to add what")
+PLACES = re.findall(r"^\| (?!to add|---)(.+?) \| (.+) \|$", ADDITIONS.partition("\n## ")[0], re.MULTILINE)
+NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+FILE = re.compile(r"[\w/.-]+(/|\.(py|js|toml|md))")
+
+
+def named_files(word: str) -> list[Path]:
+    """The file, or the modules of the folder, of the package or else of the repository."""
+    path = next(root / word for root in (PACKAGE, ROOT) if (root / word).exists())
+    return [path] if path.is_file() else [*path.rglob("*.py")]
+
+
+@pytest.mark.parametrize(("addition", "place"), PLACES, ids=[addition for addition, _ in PLACES])
+def test_the_names_of_a_place_to_add_something_are_in_its_files(addition: str, place: str) -> None:
+    words = re.findall(r"`([^`]+)`", place)
+    files = [file for word in words if FILE.fullmatch(word) for file in named_files(word)]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    names = {word.rpartition(".")[2] for word in words if NAME.fullmatch(word) and not FILE.fullmatch(word)}
+    missing = {name for name in names - {"jsonl"} if not re.search(rf"\b{name}\b", text)}
+    assert "](#" in place or missing == set(), addition
+
+
 def test_the_concepts_before_the_first_step_are_few_classes() -> None:
     assert {value for value, _ in WALKS} == {"One batch", "One gradient", "One metric value"}
     table = ARCHITECTURE.partition("| of | concepts |")[2].partition("\n\n")[0]
