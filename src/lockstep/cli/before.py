@@ -23,6 +23,9 @@ from lockstep.telemetry.console import duration, print_plan, say
 if TYPE_CHECKING:
     from lockstep.planning import Plan
 
+#: How often `lockstep verify` starts ranks, at most without more runs for a diagnosis.
+_VERIFY_LAUNCHES = 6
+
 
 @verb("[TASK] [OPTIONS]", "Example:\n  lockstep plan har --devices gpu:0,gpu:1 --batch-size 64")
 def plan(task: TaskName = None, /, *, settings: Flags = NO_SETTINGS, as_json: AsJson = False) -> None:
@@ -95,7 +98,7 @@ def verify(
     from lockstep.verification import verify as run
     from lockstep.verification.report import print_report, write_report
 
-    fork_ranks_from_here(mapping, script=name.endswith(".py"))
+    fork_ranks_from_here(mapping, script=name.endswith(".py"), launches=_VERIFY_LAUNCHES)
     say = partial(progress, doing="running")
     if name.endswith(".py"):
         from lockstep.verification.script import print_script_report, verify_script

@@ -234,10 +234,13 @@ def numbers(flag: str, text: str, example: str, *, kind: str = "numbers", fix: s
     return [int(name) for name in names]
 
 
-def fork_ranks_from_here(settings: Mapping[str, Any] | str | None, *, script: bool = False) -> None:
+def fork_ranks_from_here(settings: Mapping[str, Any] | str | None, *, script: bool = False, launches: int = 1) -> None:
     """Let the ranks share the imports of this process; call it after the import of torch, before any computation.
 
-    ``settings``, or devices: several need ranks. A ``script`` has a rank on one device too.
+    Args:
+        settings: or devices; several need ranks.
+        script: it has a rank on one device, too.
+        launches: how often ranks may be started.
     """
     from lockstep.config import resolve
     from lockstep.hardware.world import read_world
@@ -246,7 +249,8 @@ def fork_ranks_from_here(settings: Mapping[str, Any] | str | None, *, script: bo
     selected = settings.split(",") if isinstance(settings, str) else resolve(settings or {}).hardware.selected_devices
     devices = selected or ()
     if (script or len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:
-        fork_launcher_ahead()
+        for _ in range(launches):
+            fork_launcher_ahead()
 
 
 def _contradiction(first: str, second: str, reason: str) -> UsageError:
