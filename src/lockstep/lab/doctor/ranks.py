@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.runtime import rank_device
 from lockstep.hardware.resolve import Placement
 from lockstep.lab.bench.comm import bus_factor, call_time
 from lockstep.lab.doctor.report import AllReduce, Check, Finding, Meeting, RankFacts, size_text
-from lockstep.launch.local.worker import Rank
-from lockstep.launch.meeting.membership import Team, group
+from lockstep.launch.meeting.membership import Team
 
 #: Configuration of ranks that meet for a check: how long a rank waits for the others, in seconds.
 PATIENCE = {"distributed": {"timeout_s": 60.0}}
@@ -26,12 +24,6 @@ RANKS = Check("ranks", "several devices train together only if their processes r
 MIN_BUS_GB_S = {"nccl": 2.0, "gloo": 0.1}
 #: Gradients of a model with 25 million parameters in float32, such as ResNet-50.
 EXAMPLE_BYTES = 100_000_000
-
-
-def meet(rank: Rank, placement: Placement) -> Meeting:
-    """Measure as one rank that Lockstep's launcher has started."""
-    with group(rank.world, resolve(PATIENCE), placement.as_dict(), rank.folder.logs) as team:
-        return measure(team, placement)
 
 
 def measure(team: Team, placement: Placement) -> Meeting:
