@@ -111,7 +111,7 @@ def train(
 ) -> int:
     _refuse_flags_of_others(cluster)
     name, mapping = to_mapping(settings, task)
-    if cluster.on is not None and not find_engine(cluster.on).is_attached:
+    if cluster.on is not None and (cluster.print or not find_engine(cluster.on).is_attached):
         return submit(name, mapping, cluster, resume=resume)
     if cluster.on is not None and mapping.get("launch", {}).get("nodes") is None:
         raise UsageError(f"--on {cluster.on} needs --nodes", fix="add --nodes N, or leave --on out to train here")

@@ -199,6 +199,9 @@ def test_the_printed_command_trains_under_the_variables_of_kubeflow(capsys: PRIN
 # --- requests --------------------------------------------------------------------------------------
 
 
+TOO_FEW = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
+
+
 class ApiServer(BaseHTTPRequestHandler):
     """The paths of an API server that the engine asks for, with one object and its pod."""
 
@@ -219,8 +222,12 @@ class ApiServer(BaseHTTPRequestHandler):
         if path == "/version/":
             self.answer(200, {"major": "1", "minor": "37", **dict.fromkeys(_VERSION_KEYS, "")})
         elif path.endswith("/pods"):
-            metadata = {"name": "run-node-0-0-x", "uid": "1"}
-            self.answer(200, {"items": [{"metadata": metadata, "status": {"phase": "Running"}}]})
+            labels = {"batch.kubernetes.io/job-completion-index": "0"}
+            metadata = {"name": "run-node-0-0-x", "uid": "1", "labels": labels}
+            waiting = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": TOO_FEW}
+            pending = {"phase": "Pending", "conditions": [waiting]}
+            pods = [{"metadata": metadata, "status": {"phase": "Running"}}]
+            self.answer(200, {"items": [{"metadata": {**metadata, "labels": {}}, "status": pending}, *pods]})
         elif path.endswith("/log"):
             self.answer(200, "epoch 1/2\n")
         elif path in self.objects:
@@ -280,6 +287,7 @@ def test_a_job_is_created_followed_shown_and_deleted(api_server: type[ApiServer]
     assert main(["train", TOY, *job, "--save-dir", "complete"]) == 0
     output = capsys.readouterr().out
     assert "epoch 1/2\n" in output, "the pod's log was followed"
+    assert f"waits for a node: {TOO_FEW}\n" in output
     assert api_server.requests == [f"POST {path}"]
     assert json.loads(Path("complete/job.json").read_text()) == {"engine": "k8s", "id": "TrainJob/default/complete"}
     assert RunDir(Path("complete")).read().status == "completed"

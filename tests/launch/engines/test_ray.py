@@ -79,9 +79,10 @@ def weights(folder: Path) -> bytes:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ranks_under_ray_train_what_local_ranks_train(cluster: Cluster, tmp_path: Path) -> None:
-    too_many = start(cluster, tmp_path, "--devices", "cpu", "--nodes", "3", "--on", "ray")
-    code, output = finish(too_many)
-    assert code == 2 and not (tmp_path / "run").exists(), output
+    # More ranks than CPUs, and a rank that needs more CPUs than one node has.
+    for request in (("--nodes", "3"), ("--ray-resource", "CPU=2")):
+        code, output = finish(start(cluster, tmp_path, "--devices", "cpu", "--on", "ray", *request))
+        assert code == 2 and "too few resources" in output and not (tmp_path / "run").exists(), output
     under_ray, local = tmp_path / "ray", tmp_path / "local"
     under_ray.mkdir()
     local.mkdir()

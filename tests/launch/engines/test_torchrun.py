@@ -139,3 +139,10 @@ def test_who_waits_for_the_others_can_be_stopped(tmp_path: Path, stop: signal.Si
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", port)) == 0
+
+
+@pytest.mark.parametrize("engine", ["torchrun", "ray"])
+def test_an_engine_that_prints_nothing_refuses_print(engine: str, run_cli: RunCli, tmp_path: Path) -> None:
+    result = run_cli(*ALONE, "--rdzv", "localhost", "--on", engine, "--print")
+    assert (result.code, result.err.count("error:")) == (2, 1)
+    assert not list(tmp_path.iterdir())

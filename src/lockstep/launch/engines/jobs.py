@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.checkpoint.manifest import is_frozen
-from lockstep.config import RunConfig, resolve
+from lockstep.config import RunConfig
 from lockstep.errors import RunFolderError, UsageError
 from lockstep.launch.engines.record import was_submitted_here, write_handle
 from lockstep.launch.engines.spec import Job, JobHandle, JobStatus, NodeRange, find_engine
@@ -63,8 +63,8 @@ def job_of_settings(
         grace_s=max(GRACE_S, config.launch.stop_grace_s, _SAVES * _newest_save_s(run_folder)),
         options=options,
     )
-    of_run = {"save_dir": str(run_folder), "launch": {"nodes": None, "rdzv": None}}
-    return job, resolve(config.model_dump(mode="json"), of_run)
+    launch = config.launch.model_copy(update={"nodes": None, "rdzv": None})
+    return job, config.model_copy(update={"save_dir": run_folder, "launch": launch})
 
 
 def _newest_save_s(run_folder: Path) -> float:

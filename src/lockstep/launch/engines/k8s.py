@@ -31,6 +31,8 @@ _EXTRA_GRACE_S = 15
 #: Seconds to connect to the API server, and to wait for an answer.
 _TIMEOUT_S = (10, 30)
 _PODS_INTERVAL_S = 2.0
+#: Label of a pod: its number in the job.
+_INDEX = "batch.kubernetes.io/job-completion-index"
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")
 _SIZE = re.compile(r"[0-9]+(\.[0-9]+)?([kMGT]i?)?")
 
@@ -86,16 +88,24 @@ class Kubernetes:
             )
 
     def logs(self, handle: JobHandle) -> Iterator[str]:
-        """Yield the output of the first pod, and of each pod that replaces it; waits for output while a pod runs."""
+        """Yield the output of the first pod, and of each that replaces it, and why pods are not placed.
+
+        Waits for output while the first pod runs.
+        """
         *_, namespace, _plural, name = _path_of(handle)
-        selector = f"jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0"
+        selector = f"jobset.sigs.k8s.io/jobset-name={name}"
         printed: set[str] = set()
         while True:
             with _requests(f"the pods of {handle.id} are unknown") as client:
                 core = client.CoreV1Api()
                 pods = core.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=_TIMEOUT_S).items
                 for pod in pods:
-                    if pod.status.phase == "Pending" or pod.metadata.uid in printed:
+                    for message in _unschedulable(pod):
+                        if message not in printed:
+                            printed.add(message)
+                            yield f"{pod.metadata.name} waits for a node: {message}\n"
+                    is_first = (pod.metadata.labels or {}).get(_INDEX) == "0"
+                    if not is_first or pod.status.phase == "Pending" or pod.metadata.uid in printed:
                         continue
                     printed.add(pod.metadata.uid)
                     log = core.read_namespaced_pod_log(
@@ -104,6 +114,13 @@ class Kubernetes:
                     yield from (chunk.decode(errors="replace") for chunk in log.stream())
             yield ""
             time.sleep(_PODS_INTERVAL_S)
+
+
+def _unschedulable(pod: Any) -> Iterator[str]:
+    """Yield the scheduler's messages on resources that no node has free for ``pod``."""
+    for condition in pod.status.conditions or () if pod.status.phase == "Pending" else ():
+        if condition.reason == "Unschedulable":
+            yield condition.message or "no node has its resources free"
 
 
 def document(job: Job) -> dict[str, Any]:

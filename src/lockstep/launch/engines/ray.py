@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,6 +54,11 @@ class Ray(AttachedEngine):
             UsageError: there is no cluster, or it is too small. RunError: the run has failed, and is not started again.
         """
         ray, resources = connect(job)
+        free = ray.available_resources()
+        ranks = job.nodes.minimum * job.ranks_per_node
+        missing = [name for name, number in resources.items() if ranks * number > free.get(name, 0.0)]
+        if missing:
+            sys.stderr.write(f"note: waiting until other programs of the Ray cluster free {', '.join(missing)}\n")
         try:
             return _train(ray, job, resources)
         finally:
@@ -72,7 +77,7 @@ def connect(job: Job) -> tuple[Any, dict[str, float]]:
     ray = _library()
     _connect(ray, job.options.get("ray_address"))
     try:
-        _refuse_small_cluster(ray.cluster_resources(), job, resources)
+        _refuse_small_cluster(ray.nodes(), job, resources)
     except UsageError:
         ray.shutdown()
         raise
@@ -126,17 +131,20 @@ def _resources_per_rank(job: Job) -> dict[str, float]:
     return resources
 
 
-def _refuse_small_cluster(cluster: Mapping[str, float], job: Job, per_rank: Mapping[str, float]) -> None:
-    """Raise :class:`UsageError` where all nodes together have less than the fewest ranks need."""
+def _refuse_small_cluster(nodes: Sequence[Mapping[str, Any]], job: Job, per_rank: Mapping[str, float]) -> None:
+    """Raise :class:`UsageError` where the nodes have no room for the fewest ranks, whatever else they do."""
     ranks = job.nodes.minimum * job.ranks_per_node
-    for name, number in per_rank.items():
-        total = cluster.get(name, 0.0)
-        if ranks * number > total:
-            raise UsageError(
-                f"the Ray cluster has too few resources: {many(ranks, 'rank')} × {number:g} {name}",
-                why=f"all its nodes together have {total:g} {name}",
-                fix="name fewer nodes or devices, or add nodes with `ray start --address=HOST:PORT`",
-            )
+    needed = {name: number for name, number in per_rank.items() if number}
+    resources = [node["Resources"] for node in nodes if node["Alive"]]
+    room = sum(min((int(node.get(name, 0.0) / needed[name]) for name in needed), default=ranks) for node in resources)
+    if room < ranks:
+        amounts = [", ".join(f"{node.get(name, 0.0):g} {name}" for name in needed) for node in resources]
+        raise UsageError(
+            f"the Ray cluster has too few resources for {many(ranks, 'rank')}",
+            why=f"each needs {', '.join(f'{number:g} {name}' for name, number in needed.items())} of one node, and "
+            f"the nodes have {'; '.join(amounts[:8])}",
+            fix="name fewer nodes or devices, or add nodes with `ray start --address=HOST:PORT`",
+        )
 
 
 def _train(ray: Any, job: Job, resources: Mapping[str, float]) -> int:
@@ -176,7 +184,7 @@ def _train(ray: Any, job: Job, resources: Mapping[str, float]) -> int:
         try:
             result = trainer.fit()
         except SystemExit:  # Ray's end of a run that was interrupted
-            return exit_code(received[0] if received else signal.SIGINT)
+            return exit_code(signal.SIGTERM if received else signal.SIGINT)
         except ray.train.WorkerGroupError as error:
             raise _failure(error.worker_failures, job) from None
         except ray.train.TrainingFailedError as error:

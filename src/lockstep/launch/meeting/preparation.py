@@ -275,7 +275,8 @@ def plan_together(team: Team, request: PlanRequest) -> Start:
         step = point.step if point else 0
         if request.new_id is not None:
             run_claim.create_folder(config, request.new_id)
-        run_claim.keep_config(run, config)
+        else:
+            run_claim.keep_config(run, config)
         return plan, run.begin_attempt(plan.as_dict(), plan.placement, step), step
 
     made = team.collectives.broadcast(team.together(make, here=team.me.rank == 0))
