@@ -117,30 +117,49 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(1800)
-def test_the_run_survives_a_lost_node_a_resize_and_a_stop(cluster: Cluster, tmp_path: Path) -> None:
-    """Ends with the weights of a run on one device, bit for bit."""
-    words = ("--devices", "cpu", "--on", "ray", "--nodes", "1:2", "--epochs", "40")
-    elastic = (*words, "--set", "launch.max_restarts=5", "--set", "checkpoint.every_steps=20")
-    process = start(cluster, tmp_path, *elastic, step_s=0.1)
-    wait_until(lambda: steps_of(tmp_path) >= 30)
-    cluster.kill_node(2)
-    after_loss = steps_of(tmp_path)
-    wait_until(lambda: steps_of(tmp_path) > after_loss + 10)
-    cluster.add_node(2)
-    attempts = tmp_path / "run" / "attempts"
-    wait_until(lambda: len(list(attempts.iterdir())) == 3)
-    process.send_signal(signal.SIGINT)
+@pytest.mark.timeout(1200)
+def test_stops_from_outside_end_with_a_checkpoint_and_free_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    """`lockstep stop` is not answered by a new start; SIGTERM at the driver leaves nothing reserved."""
+    words = ("--devices", "cpu", "--on", "ray", "--nodes", "2", "--epochs", "40", "--resume")
+    restarting = (*words, "--set", "launch.max_restarts=3")
+    run = RunDir(tmp_path / "run")
+    for attempt in (1, 2):
+        before = steps_of(tmp_path)
+        process = start(cluster, tmp_path, *restarting, step_s=0.1)
+        wait_until(lambda before=before: steps_of(tmp_path) > before + 10)
+        if attempt == 1:
+            stop = [sys.executable, "-m", "lockstep", "stop", "run"]
+            subprocess.run(stop, cwd=tmp_path, env=cluster.environment, check=True, capture_output=True)
+        else:
+            process.send_signal(signal.SIGTERM)
+        code, output = finish(process)
+        assert code == 143, output
+        assert (run.read().status, run.read().attempt) == ("stopped", attempt)
+        assert saved_step(run) == steps_of(tmp_path)
+        wait_until(lambda: free_cpus(cluster) == 2)
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(600)
+def test_a_failure_is_one_report_with_the_line_of_the_task(cluster: Cluster, tmp_path: Path) -> None:
+    process = start(cluster, tmp_path, "--devices", "cpu", "--on", "ray", "--nodes", "2", step_s=-1.0)
     code, output = finish(process)
-    assert code == 130, output
-    code, output = finish(start(cluster, tmp_path, *elastic, "--resume"))
-    assert code == 0, output
-    cluster.kill_node(2)  # which this test has started
-    single = tmp_path / "single"
-    single.mkdir()
-    code, output = finish(start(cluster, single, "--devices", "cpu", "--global-batch-size", "16", "--epochs", "40"))
-    assert code == 0, output
-    assert weights(tmp_path) == weights(single)
+    assert code == 1, output
+    assert output.count("error:") == 1 and "sleep length must be non-negative" in output, output
+    assert "toy.py" in output and "time.sleep(-1.0)" in output, output
+    assert "(pid=" not in output and "ray.train" not in output, output
+
+
+def saved_step(run: RunDir) -> int:
+    """The step of the newest checkpoint."""
+    return int((run.checkpoints / "last").resolve().name.removeprefix("step-"))
+
+
+def free_cpus(cluster: Cluster) -> float:
+    """CPUs that nothing has reserved."""
+    code = "import ray; ray.init(log_to_driver=False); print(ray.available_resources().get('CPU', 0))"
+    done = subprocess.run([sys.executable, "-c", code], env=cluster.environment, capture_output=True, text=True)
+    return float(done.stdout or 0)
 
 
 @pytest.mark.drill
@@ -275,3 +294,30 @@ def test_a_task_and_a_session_train_inside_a_torch_trainer(cluster: Cluster, tmp
     for name in ("task", "session"):
         files = [tmp_path / run / "checkpoints" / "last" / "model.safetensors" for run in (name, f"local-{name}")]
         assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1800)
+def test_the_run_survives_a_lost_node_a_resize_and_a_stop(cluster: Cluster, tmp_path: Path) -> None:
+    """Ends with the weights of a run on one device, bit for bit. The last test here: the cluster loses a node."""
+    words = ("--devices", "cpu", "--on", "ray", "--nodes", "1:2", "--epochs", "40")
+    elastic = (*words, "--set", "launch.max_restarts=5", "--set", "checkpoint.every_steps=20")
+    process = start(cluster, tmp_path, *elastic, step_s=0.1)
+    wait_until(lambda: steps_of(tmp_path) >= 30)
+    cluster.kill_node(2)
+    after_loss = steps_of(tmp_path)
+    wait_until(lambda: steps_of(tmp_path) > after_loss + 10)
+    cluster.add_node(2)
+    attempts = tmp_path / "run" / "attempts"
+    wait_until(lambda: len(list(attempts.iterdir())) == 3)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    code, output = finish(start(cluster, tmp_path, *elastic, "--resume"))
+    assert code == 0, output
+    cluster.kill_node(2)  # which this test has started
+    single = tmp_path / "single"
+    single.mkdir()
+    code, output = finish(start(cluster, single, "--devices", "cpu", "--global-batch-size", "16", "--epochs", "40"))
+    assert code == 0, output
+    assert weights(tmp_path) == weights(single)
