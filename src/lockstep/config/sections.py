@@ -413,10 +413,7 @@ class TelemetryConfig(Section):
 class LaunchConfig(Section):
     max_restarts: int = setting(0, "restarts from the latest valid checkpoint after a rank failed", ge=0)
     stop_grace_s: float = setting(
-        30.0,
-        "seconds that ranks may take to end after a stop before they are killed; on one device: that a step may then "
-        "wait for its data",
-        gt=0,
+        30.0, "seconds that several ranks may take to end after a stop before they are killed", gt=0
     )
     hang_timeout_s: float = setting(
         60.0,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,45 +15,10 @@ from hypothesis import strategies as st
 
 from lockstep.launch.failure.hang import HangReport, Standstill, saving_progress
 from lockstep.launch.process import rank_log
-from lockstep.launch.process.rank_log import log_file
 from tests.gloo import ROOT
 from tests.launch.conftest import Processes
 
 WAITING = f"{ROOT}/src/lockstep/engine/strategies/base.py:1 in _backward"
-FORKING = """
-import os, subprocess, sys, time
-from lockstep.launch.process.rank_log import stacks_on_request
-def reads():
-    time.sleep(600)
-with open(sys.argv[1], "a") as log, stacks_on_request(log):
-    other = subprocess.Popen(["sleep", "600"])
-    if os.fork() == 0:
-        reads()
-    print(other.pid, flush=True)
-    time.sleep(600)
-"""
-
-
-def test_the_forks_of_a_rank_are_asked_and_no_other_child(tmp_path: Path) -> None:
-    rank = subprocess.Popen(
-        [sys.executable, "-c", FORKING, str(log_file(tmp_path, 3))],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        start_new_session=True,
-    )
-    try:
-        assert rank.stdout is not None
-        other = psutil.Process(int(rank.stdout.readline()))
-        found: tuple[str, ...] = ()
-        while not any("in reads" in line for line in found):  # the fork may not have come so far
-            assert rank.poll() is None
-            found = rank_log.ask_workers(rank.pid, 3, tmp_path)
-        assert len(found) == 1
-        assert re.fullmatch(r"its loader's worker \d+ is at <string>:\d+ in reads", found[0])
-        assert other.is_running() and other.status() != psutil.STATUS_ZOMBIE, "the signal would have ended it"
-    finally:
-        os.killpg(rank.pid, signal.SIGKILL)
-        rank.communicate()
 
 
 def test_a_save_that_waits_for_the_disk_moves(shared: Processes, tmp_path: Path) -> None:

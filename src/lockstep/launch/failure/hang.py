@@ -35,7 +35,7 @@ class Standstill(FileContent):
 
     ``state``: ``running``, ``stopped`` (by a signal or a debugger), ``blocked`` (in the kernel) or ``unresponsive``.
     ``in_framework``: its innermost call is torch's or Lockstep's; ``in_user_code``: the user's code made that call.
-    ``node``: its host, if there are several. ``workers``: where its loader's workers are, if it waits for them.
+    ``node``: its host, if there are several.
     """
 
     rank: int
@@ -51,7 +51,6 @@ class Standstill(FileContent):
     in_user_code: bool = False
     stack: tuple[str, ...] = ()
     node: str = ""
-    workers: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -120,10 +119,9 @@ class HangReport(FileContent):
         who = f"rank {first.name} has" if len(behind) == 1 else f"ranks {', '.join(r.name for r in behind)} have"
         if first.state == "stopped":
             return f"{who} sent no heartbeat for {silent}, in {first.doing}"
-        location = first.workers[0] if first.workers else first.place
         if self.setting != HANG_TIMEOUT:
             silent = f"the {self.timeout_s:g} s of {self.setting}"
-        return f"{who} made no progress for {silent}, in {first.doing}{location and f': {location}'}"
+        return f"{who} made no progress for {silent}, in {first.doing}{first.place and f': {first.place}'}"
 
     @property
     def cause(self) -> Cause:
@@ -140,8 +138,7 @@ class HangReport(FileContent):
             slow = ""
         elif first and first.waits_for_data:
             title = "its loader returns no batch; the other ranks wait for it"
-            worker = "fix what its worker does there, or try --num-workers 0"
-            fix = worker if first.workers else "try --num-workers 0 to see where the data set stops"
+            fix = "try --num-workers 0 to see where the data set stops"
         elif first and not first.stack:
             title = "its process does not answer: native code keeps the interpreter, or the kernel blocks it"
             fix = "fix or avoid that call"
@@ -164,7 +161,6 @@ class HangReport(FileContent):
             state = "" if rank.state == "running" else f" ({rank.state})"
             location = rank.place or ("no stack: the process does not answer" if not rank.stack else rank.stack[0])
             lines.append(f"  rank {rank.name}{state}: silent for {rank.silent_s:.0f} s in {rank.doing}; {location}")
-            lines += [f"    {worker}" for worker in rank.workers]
         behind = self.behind
         for rank in (*behind, *(other for other in self.ranks if other not in behind)):
             if rank.stack:

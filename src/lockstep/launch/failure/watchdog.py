@@ -39,13 +39,11 @@ from lockstep.launch.process.rank_log import (
     SIGNAL,
     Frame,
     Stack,
-    ask_stacks,
-    ask_workers,
+    ask_stack,
     leave,
     log_file,
     stacks_on_request,
 )
-from lockstep.launch.process.signals import StopRequest
 from lockstep.rundir.files import FileContent
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.heartbeat import Activity, pulse
@@ -105,7 +103,6 @@ class Watchdog(threading.Thread):
         crowd_s = _INTERVAL_OF_RANK_S * world.size
         self.interval_s = max(_LEAST_INTERVAL_S, timeout_s / _BEATS_IN_TIMEOUT, crowd_s)
         self._wait_s = min(self.interval_s, max(_ASKED_INTERVAL_S, crowd_s))
-        self._workers: tuple[str, ...] | None = None
         self._has_ended = False
         self._host = socket.gethostname()
         self._sent = 0
@@ -197,22 +194,16 @@ class Watchdog(threading.Thread):
         if beat.at.stack or beat.at.state == "stopped" or beat.host != self._host:
             return beat.at
         title = f"has sent no heartbeat for {beat.at.silent_s:.0f} s; its threads are at"
-        stack = ask_stacks({rank: beat.pid}, self._logs, title).get(rank, ())
+        stack = ask_stack(beat.pid, rank, self._logs, title)
         return beat.at.model_copy(update=hang.position(stack))
 
     def _own_heartbeat(self, now: float) -> _Heartbeat:
         sign = pulse.sign
         silent_s = self._silence.update(sign, now)
         stack = main_stack() if silent_s >= self._timeout_s / 2 or self._is_asked else ()
-        if not stack:
-            self._workers = None
-        elif self._workers is None:
-            self._workers = ()
-            if hang.waits_for_data(sign, stack):
-                self._workers = ask_workers(os.getpid(), self._world.rank, self._logs)
         self._sent += 1
         node = self._host if self._world.nodes > 1 else ""
-        at = hang.standstill(self._world.rank, sign, stack, silent_s=silent_s, workers=self._workers or (), node=node)
+        at = hang.standstill(self._world.rank, sign, stack, silent_s=silent_s, node=node)
         limit_s = hang.silence_limit_s(sign.activity, self._timeout_s)
         # Metrics may take any time to compute, but not to reduce.
         waits = sign.activity is Activity.COMPUTING_METRICS and bool(stack) and stack[0].is_collective
@@ -240,42 +231,6 @@ class Watchdog(threading.Thread):
         return heartbeats
 
 
-@contextmanager
-def stops_within(stop: StopRequest, grace_s: float) -> Iterator[None]:
-    """End a wait for data in the body with an error in the main thread, ``grace_s`` after a stop request.
-
-    For a process without a launcher, which would kill it then. Other activities are not interrupted.
-    """
-    ended = threading.Event()
-
-    def watch() -> None:
-        silence: hang.Silence | None = None
-        while not ended.wait(_ASKED_INTERVAL_S):
-            if stop.requested is None:
-                continue
-            now = time.monotonic()
-            sign = pulse.sign
-            silence = silence or hang.Silence(os.getpid(), now)
-            if silence.update(sign, now) > grace_s and hang.waits_for_data(sign, main_stack()):
-                stop.end_overdue(
-                    RankFailed(
-                        f"the run was to stop, and its loader has returned no batch for {grace_s:g} s since",
-                        why="a step ends, and a checkpoint follows, when its batches are there",
-                        fix="find out where the data set stops, with --num-workers 0; `lockstep resume` continues "
-                        "from the latest checkpoint",
-                    )
-                )
-                return
-
-    thread = threading.Thread(target=watch, name="lockstep-stop", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
 def _key(rank: int) -> str:
     return f"lockstep/watchdog/{rank}"
 
@@ -294,7 +249,7 @@ def watched(
     """End this process with exit code 1 when no rank has made progress in the body for ``timeout_s``.
 
     It also ends when a collective call has expired and another rank reports its position.
-    It and its loader workers write their stacks to the rank's log on request.
+    It writes its stacks to the rank's log on request.
 
     Args:
         logs: the folder of the ranks' logs. A launcher reads the failure there, and prints it.

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lockstep.config import RunConfig
-from lockstep.launch.failure.watchdog import stops_within, watched
+from lockstep.launch.failure.watchdog import watched
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.meeting.membership import Team, use_backend
 from lockstep.launch.process.rank_log import rank_output
@@ -32,7 +32,6 @@ def supervise(
     use_backend(team, config, placement, run.logs)
     stop = launched.stop if launched is not None else ending.enter_context(StopRequest())
     if launched is None and not world.from_outside:
-        ending.enter_context(stops_within(stop, limits.stop_grace_s))
         return stop
     record = run if launched is None else None
     ending.enter_context(watched(run.logs, world, team.store, timeout_s=limits.hang_timeout_s, run=record))

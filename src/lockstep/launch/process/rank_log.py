@@ -15,12 +15,10 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TextIO
-
-import psutil
 
 #: Begins every line that Lockstep itself writes into a rank's log.
 MARK = "--- lockstep: "
@@ -28,9 +26,8 @@ MARK = "--- lockstep: "
 LAST_LINES = 10
 #: Requests a rank's stacks. Batch systems use SIGUSR1 to announce a preemption.
 SIGNAL = signal.SIGUSR2
-#: How long ranks may take to write them, and on a busy machine to get the signal before.
-WAIT_S = 2.0
-_DELIVERY_S = 10.0
+#: How long a rank may take to write them.
+WAIT_S = 5.0
 
 _TAIL_BYTES = 64 << 10
 _MAX_STACK_BYTES = 1 << 20
@@ -159,64 +156,23 @@ def stacks_on_request(log: TextIO) -> Iterator[None]:
         faulthandler.unregister(SIGNAL)
 
 
-def ask_stacks(pids: Mapping[int, int], logs: Path, title: str) -> dict[int, Stack]:
-    """Ask each rank for the stack of its main thread; ranks that do not answer in time are left out.
+def ask_stack(pid: int, rank: int, logs: Path, title: str) -> Stack:
+    """Ask a rank, the process ``pid``, for the stack of its main thread; () if it does not answer in time.
 
-    ``pids``: by rank. ``title``: the line above the stacks in the ranks' logs.
+    ``title``: the line above the stacks in the rank's log.
     """
-    starts: dict[int, int] = {}
-    for rank, pid in pids.items():
-        with contextlib.suppress(OSError):
-            with log_file(logs, rank).open("a", encoding="utf-8") as log:
-                log.write(f"{MARK}rank {rank} {title}\n")
-            starts[rank] = log_file(logs, rank).stat().st_size
-            os.kill(pid, SIGNAL)
-    requested_at = delivered_at = time.monotonic()
-    stacks_by_rank: dict[int, Stack] = {}
-    while len(stacks_by_rank) < len(starts) and time.monotonic() < delivered_at + WAIT_S:
-        time.sleep(0.1)  # also for what comes after the first lines
-        pending = any(_has_signal(pids[rank], "ShdPnd:") for rank in starts.keys() - stacks_by_rank)
-        if pending and delivered_at < requested_at + _DELIVERY_S:
-            delivered_at = time.monotonic()
-        stacks = {rank: parse_stack(_read(log_file(logs, rank), start)) for rank, start in starts.items()}
-        stacks_by_rank = {rank: stack for rank, stack in stacks.items() if stack}
-    return stacks_by_rank
-
-
-def ask_workers(pid: int, rank: int, logs: Path) -> tuple[str, ...]:
-    """Ask each loader worker of ``rank``, the process ``pid``: ``its loader's worker 4711 is at …``.
-
-    Workers are forked, so they have the rank's answer to :data:`SIGNAL`, and write to the rank's log; one after the
-    other, as long as they answer.
-    """
-    descriptions: list[str] = []
-    started_at = time.monotonic()
-    for worker in _workers(pid):
-        if time.monotonic() > started_at + WAIT_S:  # the caller has to check the ranks, too
-            break
-        with contextlib.suppress(psutil.Error):
-            title = f"waits for its loader's worker {worker.pid}; that one's threads are at"
-            stack = ask_stacks({rank: worker.pid}, logs, title).get(rank, ())
-            position = f"is at {place_of(stack)}" if stack else f"does not answer; its state: {worker.status()}"
-            descriptions.append(f"its loader's worker {worker.pid} {position}")
-    return tuple(descriptions)
-
-
-def _workers(pid: int) -> list[psutil.Process]:
-    """Return the forks of ``pid``, which are loader workers; to any other child the signal might be the end."""
-    with contextlib.suppress(psutil.Error):
-        rank = psutil.Process(pid)
-        command = rank.cmdline()
-        return [child for child in rank.children() if _has_signal(child.pid, "SigCgt:") and child.cmdline() == command]
-    return []
-
-
-def _has_signal(pid: int, field: str) -> bool:
-    """Return whether :data:`SIGNAL` is caught (``SigCgt:``) or pending (``ShdPnd:``); see proc_pid_status(5)."""
-    with contextlib.suppress(OSError, ValueError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        return bool(int(status.partition(field)[2].split()[0], 16) >> (SIGNAL - 1) & 1)
-    return False
+    file = log_file(logs, rank)
+    stack: Stack = ()
+    with contextlib.suppress(OSError):
+        with file.open("a", encoding="utf-8") as log:
+            log.write(f"{MARK}rank {rank} {title}\n")
+        start = file.stat().st_size
+        os.kill(pid, SIGNAL)
+        deadline = time.monotonic() + WAIT_S
+        while not stack and time.monotonic() < deadline:
+            time.sleep(0.1)  # also for what comes after the first lines
+            stack = parse_stack(_read(file, start))
+    return stack
 
 
 def _read(log: Path, start: int) -> str:

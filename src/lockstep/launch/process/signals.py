@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-from lockstep.errors import LockstepError
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -53,7 +51,6 @@ class StopRequest:
         self.requested: int | None = None
         self._on_request: Callable[[int], object] | None = None
         self._interrupts = 0
-        self._overdue: LockstepError | None = None
         self._has_raised = False
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -115,16 +112,7 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         self.restore()
 
-    def end_overdue(self, error: LockstepError) -> None:
-        """Raise ``error`` in the main thread, which has not followed the stop. Called from another thread."""
-        self._overdue = error
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        if self._overdue is not None:
-            error = self._overdue
-            self._overdue = None
-            raise error
         if signum == signal.SIGINT:
             self._interrupts += 1
             if self._has_raised:
