@@ -17,12 +17,13 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.load import merge
 from lockstep.engine.attempt import run_attempt
 from lockstep.engine.rank_context import Attempt
+from lockstep.engine.resume import resume_point
 from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError
 from lockstep.events import Event, Fanout
 from lockstep.hardware.world import World
 from lockstep.launch.prepare import place, plan_for, settle
-from lockstep.launch.run_claim import changed_config, create_folder, keep_config, resume_point
+from lockstep.launch.run_claim import changed_config, create_folder, keep_config
 from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.sinks import RunFolderSink
 from tests.fakes import RecordingSink

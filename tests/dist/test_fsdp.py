@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import ArrayDataset, Loss, Task, make_plan
+from lockstep.api.finished.evaluation import evaluate
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.checkpoint.writer import ShardedStore
 from lockstep.config import FsdpConfig, OptimizerConfig, RunConfig, SchedulerConfig
@@ -32,7 +33,6 @@ from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.fsdp import FsdpStrategy, ShardedModel
 from lockstep.errors import UnsupportedError
 from lockstep.hardware.world import World
-from lockstep.launch.finished.evaluation import evaluate
 from lockstep.planning import BatchPlan, Plan
 from lockstep.planning.decision import Decision, by_key
 from lockstep.planning.schedule import resolve_schedule

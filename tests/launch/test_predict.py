@@ -12,11 +12,11 @@ import torch
 
 import lockstep
 from lockstep import Task
+from lockstep.api.finished import evaluation
+from lockstep.api.finished import predict as predictions
 from lockstep.config import resolve
 from lockstep.engine import predict as engine
 from lockstep.errors import ConfigError, DataError, LockstepError, TaskError
-from lockstep.launch.finished import evaluation
-from lockstep.launch.finished import predict as predictions
 from lockstep.rundir.folder import RunDir
 from tests.toys import Toy
 
@@ -131,7 +131,7 @@ def test_a_column_of_another_length_and_none_are_refused(tmp_path: Path, monkeyp
         predict(run, "val", tmp_path / "a.csv", task=Wrong)
     with pytest.raises(TaskError, match=r"(?s)the task has no predictions.*define predict"):
         predict(run, "val", tmp_path / "a.csv", task=Empty)
-    monkeypatch.delattr("lockstep.launch.finished.predict.compute")
+    monkeypatch.delattr("lockstep.api.finished.predict.compute")
     with pytest.raises(TaskError, match=r"(?s)the task has no predictions.*define predict"):
         predict(run, "val", tmp_path / "a.csv", task=Silent, devices="cpu,cpu")
 

@@ -18,12 +18,14 @@ import torch
 
 import lockstep
 from lockstep.cli.main import main
+from lockstep.engine.resume import resume_point
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.hardware.world import World
 from lockstep.launch.meeting.membership import meeting
 from lockstep.launch.meeting.preparation import TrainRequest, prepare_together
 from lockstep.launch.prepare import RunInputs, prepare, settle
-from lockstep.launch.run_claim import changed_config, claimed, create_folder, resume_point
+from lockstep.launch.run_claim import changed_config, claimed, create_folder
+from lockstep.rundir.claim import claim
 from lockstep.rundir.folder import RunDir
 from tests.gloo import ROOT, clean_environment
 from tests.toys import Toy
@@ -181,18 +183,18 @@ def test_a_claim_keeps_others_out_and_dies_with_its_process(tmp_path: Path) -> N
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == b"claimed\n"
-        with pytest.raises(RunFolderError, match="resumed by another process"), claimed(run, wait_s=0.2):
+        with pytest.raises(RunFolderError, match="resumed by another process"), claim(run, 0.2):
             pass
         os.kill(other.pid, signal.SIGKILL)
         with claimed(run):
-            with pytest.raises(RunFolderError, match="resumed by another process"), claimed(run, wait_s=0.0):
+            with pytest.raises(RunFolderError, match="resumed by another process"), claim(run, 0.0):
                 pass  # a thread of the same process is another one, too
             refused: list[RunFolderError] = []
             resuming = threading.Thread(target=lambda: refused.extend(claim_error(run)))
             resuming.start()
             resuming.join()
             assert len(refused) == 1
-        with claimed(run, wait_s=0.0):
+        with claim(run, 0.0):
             pass  # it was given back
     finally:
         other.kill()
@@ -201,7 +203,7 @@ def test_a_claim_keeps_others_out_and_dies_with_its_process(tmp_path: Path) -> N
 
 def claim_error(run: RunDir) -> list[RunFolderError]:
     try:
-        with claimed(run, wait_s=0.0):
+        with claim(run, 0.0):
             return []
     except RunFolderError as error:
         return [error]
@@ -219,6 +221,6 @@ def test_a_resume_waits_for_the_claim_of_one_that_ends(tmp_path: Path) -> None:
     holder = threading.Thread(target=hold)
     holder.start()
     inside.wait(60)
-    with claimed(run, wait_s=60.0):
+    with claim(run, 60.0):
         pass
     holder.join()

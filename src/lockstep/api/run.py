@@ -121,7 +121,7 @@ class Run:
     @property
     def plan(self) -> Plan:
         """The newest attempt's plan. Raises :class:`RunFolderError` if the run ended before it had one."""
-        from lockstep.launch.run_claim import plan_of
+        from lockstep.api.finished.reopen import plan_of
 
         return plan_of(self._dir)
 
@@ -185,7 +185,7 @@ class Run:
             checkpoint: ``best``, ``last`` or a step.
             task: as for :meth:`resume`.
         """
-        from lockstep.launch.finished.evaluation import evaluate
+        from lockstep.api.finished.evaluation import evaluate
 
         self._fetch(checkpoint)
         source = split if data is None else data
@@ -219,7 +219,7 @@ class Run:
         Raises:
             UnsupportedError: pandas is not installed, and ``out`` is missing.
         """
-        from lockstep.launch.finished import predict
+        from lockstep.api.finished import predict
 
         self._fetch(checkpoint)
         request = predict.PredictionRequest(data=data, devices=devices, checkpoint=checkpoint, with_loss=loss)
@@ -252,7 +252,7 @@ class Run:
         Raises:
             RunFolderError: ``out`` is not empty. UnsupportedError: torch cannot export the model.
         """
-        from lockstep.launch.finished.export import export
+        from lockstep.api.finished.export import export
 
         self._fetch(checkpoint)
         export(self._dir, Path(out), checkpoint=checkpoint, program=program, task=task or self._task)
@@ -268,7 +268,7 @@ class Run:
         Raises:
             CheckpointError: there is no such checkpoint, or it is corrupt.
         """
-        from lockstep.launch.finished.reopen import load_model
+        from lockstep.api.finished.reopen import load_model
 
         self._fetch(checkpoint)
         return load_model(self._dir, checkpoint, task=task or self._task)[1]
@@ -276,7 +276,7 @@ class Run:
     def _fetch(self, checkpoint: str | int) -> None:
         """Fetch the weights of a checkpoint, if this is the copy of a mirror."""
         if self._url is not None:
-            from lockstep.launch.finished.reopen import fetch_weights
+            from lockstep.api.finished.reopen import fetch_weights
 
             fetch_weights(self._url, self._dir, checkpoint)
 

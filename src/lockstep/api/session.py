@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from lockstep._compat import has_returned, script_frame
+from lockstep.api.session_loop import Loop
 from lockstep.api.settings import Settings, mapping_of
 from lockstep.config import RunConfig, resolve
 from lockstep.config.load import merge
@@ -29,7 +30,6 @@ from lockstep.engine.session.between_ranks import gather_rows, reduce_tensor
 from lockstep.engine.session.saving import Stateful
 from lockstep.errors import TaskError
 from lockstep.launch.session import join
-from lockstep.launch.session.loop import Loop
 from lockstep.launch.session.script import call_on_ranks
 from lockstep.rundir.heartbeat import Activity, pulse
 

@@ -72,7 +72,7 @@ def weights_folder(ref: str, runs_dir: Path) -> str:
     from lockstep.rundir.summary import find_run
 
     if is_url(ref):
-        from lockstep.launch.finished.reopen import fetch_weights
+        from lockstep.api.finished.reopen import fetch_weights
 
         copy = find_run(ref, runs_dir)
         fetch_weights(ref, copy, "best")

@@ -33,7 +33,7 @@ def open_checkpoint(run: str, runs_dir: Path, checkpoint: str) -> tuple[RunDir, 
     chosen = checkpoint if step is None else step
     run_dir = find(run, runs_dir)
     if is_url(run):
-        from lockstep.launch.finished.reopen import fetch_weights
+        from lockstep.api.finished.reopen import fetch_weights
 
         fetch_weights(run, run_dir, chosen)
     return run_dir, chosen
@@ -79,7 +79,7 @@ def evaluate(
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} both name the data", fix="give one of them")
     run_dir, chosen = open_checkpoint(run, weights.runs_dir, weights.checkpoint)
-    from lockstep.launch.finished.evaluation import evaluate as evaluate_run
+    from lockstep.api.finished.evaluation import evaluate as evaluate_run
 
     fork_ranks_from_here(weights.devices)
     result = evaluate_run(run_dir, source or split or data or "test", devices=weights.devices, checkpoint=chosen)
@@ -105,8 +105,8 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     run_dir, chosen = open_checkpoint(run, weights.runs_dir, weights.checkpoint)
-    from lockstep.launch.finished.predict import PredictionRequest
-    from lockstep.launch.finished.predict import predict as write_predictions
+    from lockstep.api.finished.predict import PredictionRequest
+    from lockstep.api.finished.predict import predict as write_predictions
 
     if out is None and is_url(run):
         out = Path(f"predictions-{Path(data).stem}.csv")
@@ -136,7 +136,7 @@ def export(
     runs_dir: RunsDir = DEFAULT_RUNS_DIR,
 ) -> None:
     run_dir, chosen = open_checkpoint(run, runs_dir, checkpoint)
-    from lockstep.launch.finished.export import export as write_export
+    from lockstep.api.finished.export import export as write_export
 
     folder = out or (Path("export") if is_url(run) else run_dir.path / "export")
     result = write_export(run_dir, folder, checkpoint=chosen, program=program)

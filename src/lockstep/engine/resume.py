@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
+from pydantic import ValidationError
 from torch import nn
 
 from lockstep._compat.torch import plain_name
@@ -20,7 +22,8 @@ from lockstep.engine.rank_context import RankContext, check_pins, pins
 from lockstep.engine.state import TrainState
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.planning import OrderPlan, Plan
+from lockstep.planning import OrderPlan, Plan, ResumePoint
+from lockstep.rundir.files import damaged
 from lockstep.rundir.folder import RunDir
 
 T = TypeVar("T")
@@ -308,3 +311,51 @@ def _weights_from(source: Path) -> dict[str, Any]:
             fix="give one of these to --init-from",
         )
     return dict(store.load(step).model)
+
+
+def resume_point(
+    run_dir: RunDir, *, hold: bool, report: Callable[[str], None], accept_data: bool = False
+) -> ResumePoint | None:
+    """Return where a run resumes: its latest valid checkpoint, or the beginning; ``None`` when it has no plan yet.
+
+    ``hold``: keep the run's global batch. ``accept_data``: resume on other training data of the same length, too.
+    """
+    store = CheckpointStore(run_dir.checkpoints)
+    step = store.newest_verified(report)
+    if step is None:
+        if not os.path.lexists(run_dir.plan_file):
+            return None
+        plan = plan_of(run_dir)
+        start = run_dir.config().debug.start_position
+        return ResumePoint(
+            step=0,
+            epoch=0,
+            position=start,
+            samples_seen=0,
+            global_batch=plan.batch.global_batch,
+            order=plan.order,
+            hold=hold,
+        )
+    manifest = store.manifest(step)
+    with restoring(store.path_of(step)):
+        return ResumePoint(
+            step=step,
+            epoch=manifest["epoch"],
+            position=manifest["position"],
+            samples_seen=manifest["samples_seen"],
+            global_batch=manifest["global_batch"],
+            order=OrderPlan.model_validate(manifest.get("order", {})),
+            fingerprint=manifest.get("fingerprint"),
+            hold=hold,
+            accept_data=accept_data,
+        )
+
+
+def plan_of(run_dir: RunDir) -> Plan:
+    """Return the newest plan of a run. Raises :class:`RunFolderError`."""
+    try:
+        return Plan.model_validate(run_dir.plan())
+    except ValidationError as error:
+        raise damaged(
+            run_dir.plan_file, str(error)[:300], f"copy the newest plan.json of {run_dir.attempts} over it"
+        ) from None

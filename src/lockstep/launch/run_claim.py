@@ -1,33 +1,28 @@
-"""The folder of a run: a new one, or that of an unfinished run; the position to resume from, and permitted changes."""
+"""The folder of a run: a new one, or that of an unfinished run with its task and the permitted changes."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shlex
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from lockstep.checkpoint.mirror import fetch_run, mirrored_record
-from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config import RunConfig, dump, one_micro_batch, resolve
-from lockstep.engine.resume import restoring
+from lockstep.engine.resume import resume_point
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import ConfigError, RunFolderError, printable
 from lockstep.launch.engines.record import is_own_job
 from lockstep.launch.prepare import settle
-from lockstep.planning import OrderPlan, Plan, ResumePoint
-from lockstep.rundir.files import absolute, check_own_files, damaged, flattened, names_in, open_own, storing
+from lockstep.planning import Plan
+from lockstep.rundir.claim import claim
+from lockstep.rundir.files import absolute, flattened, names_in, storing
 from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id, or_else
 from lockstep.rundir.heartbeat import announce
 from lockstep.rundir.origin import SCRIPT, note_named, require_code_named, require_named
@@ -45,9 +40,6 @@ from lockstep.tasks.registry import (
 CLAIM_WAIT_S = 15.0
 #: A job that was queued again may find the claim of a lost node: NFS keeps it for a lease of about 90 s.
 _LEASE_S = 120.0
-_HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN}
-_claimed_here: set[Path] = set()
-_claiming = threading.Lock()
 
 
 def create_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
@@ -129,51 +121,10 @@ def refuse_running(run: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def claimed(run: RunDir, wait_s: float = CLAIM_WAIT_S) -> Iterator[None]:
-    """Claim a run: the first process to enter the block has it until the block, or the process, ends.
-
-    The claim is a lock of the process (fcntl(2)) on a file in the run folder, which data workers do not inherit. A file
-    system without locks has no claims. Raises :class:`RunFolderError`: another process has begun an attempt, or still
-    has the claim after ``wait_s`` seconds.
-    """
-    check_own_files(run.path)
-    file = run.path / ".claim"
-    key = file.resolve()
-    wait_s = max(wait_s, _LEASE_S) if is_own_job(run, os.environ) else wait_s
-    deadline = time.monotonic() + wait_s
-    attempt = run.read().attempt
-    while (descriptor := _claim(file, key)) is None:
-        if time.monotonic() >= deadline or run.read().attempt != attempt:
-            raise RunFolderError(
-                f"run {run.read().id} is being resumed by another process",
-                why="two processes would write one folder",
-                fix="wait for it; `lockstep show` prints its progress",
-            )
-        time.sleep(0.1)
-    try:
+def claimed(run: RunDir) -> Iterator[None]:
+    """Claim a run for the block. Raises :class:`RunFolderError`: another process has begun an attempt, or keeps it."""
+    with claim(run, _LEASE_S if is_own_job(run, os.environ) else CLAIM_WAIT_S):
         yield
-    finally:
-        with _claiming:
-            os.close(descriptor)
-            _claimed_here.discard(key)
-
-
-def _claim(file: Path, key: Path) -> int | None:
-    """Claim the run by a descriptor, which holds it; ``None``: another process does. Raises :class:`StorageError`."""
-    with _claiming:
-        # A process has a lock once: its threads need this set, and must not open and close the file of a claim.
-        if key in _claimed_here:
-            return None
-        with storing(file):
-            descriptor = open_own(file, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _HELD_BY_OTHERS:
-                os.close(descriptor)
-                return None
-        _claimed_here.add(key)
-        return descriptor
 
 
 def changed_config(
@@ -313,51 +264,3 @@ def begin_again(run: RunDir, config: RunConfig, plan: Plan) -> tuple[int, int]:
     point = resume_point(run, hold=True, report=warn)
     step = point.step if point else 0
     return run.begin_attempt(plan.as_dict(), plan.placement, step), step
-
-
-def resume_point(
-    run_dir: RunDir, *, hold: bool, report: Callable[[str], None], accept_data: bool = False
-) -> ResumePoint | None:
-    """Return where a run resumes: its latest valid checkpoint, or the beginning; ``None`` when it has no plan yet.
-
-    ``hold``: keep the run's global batch. ``accept_data``: resume on other training data of the same length, too.
-    """
-    store = CheckpointStore(run_dir.checkpoints)
-    step = store.newest_verified(report)
-    if step is None:
-        if not os.path.lexists(run_dir.plan_file):
-            return None
-        plan = plan_of(run_dir)
-        start = run_dir.config().debug.start_position
-        return ResumePoint(
-            step=0,
-            epoch=0,
-            position=start,
-            samples_seen=0,
-            global_batch=plan.batch.global_batch,
-            order=plan.order,
-            hold=hold,
-        )
-    manifest = store.manifest(step)
-    with restoring(store.path_of(step)):
-        return ResumePoint(
-            step=step,
-            epoch=manifest["epoch"],
-            position=manifest["position"],
-            samples_seen=manifest["samples_seen"],
-            global_batch=manifest["global_batch"],
-            order=OrderPlan.model_validate(manifest.get("order", {})),
-            fingerprint=manifest.get("fingerprint"),
-            hold=hold,
-            accept_data=accept_data,
-        )
-
-
-def plan_of(run_dir: RunDir) -> Plan:
-    """Return the newest plan of a run. Raises :class:`RunFolderError`."""
-    try:
-        return Plan.model_validate(run_dir.plan())
-    except ValidationError as error:
-        raise damaged(
-            run_dir.plan_file, str(error)[:300], f"copy the newest plan.json of {run_dir.attempts} over it"
-        ) from None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.api.finished.reopen import find_checkpoint
 from lockstep.checkpoint.store import Snapshot
 from lockstep.errors import CheckpointError, RunFolderError
-from lockstep.launch.finished.reopen import find_checkpoint
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.summary import find_run
 

@@ -30,7 +30,7 @@ def generate(
         if value is not None and value < minimum:
             raise ConfigError(f"invalid value for {name}: {value:g}", fix=f"use {minimum} or more")
     run_folder, chosen = open_checkpoint(run, runs_dir, checkpoint)
-    from lockstep.launch.finished.reopen import load_model
+    from lockstep.api.finished.reopen import load_model
     from lockstep.recipes.text.task import TextTask
 
     task, model = load_model(run_folder, chosen)
@@ -84,7 +84,7 @@ def transcribe(
     if not files:
         raise UsageError("no recording was named", fix="write for example `lockstep transcribe last recording.wav`")
     run_folder, chosen = open_checkpoint(run, runs_dir, checkpoint)
-    from lockstep.launch.finished.reopen import load_model
+    from lockstep.api.finished.reopen import load_model
     from lockstep.recipes.speech.task import transcribe as transcripts_of
 
     transcripts = transcripts_of(*load_model(run_folder, chosen), files)

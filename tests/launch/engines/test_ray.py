@@ -145,7 +145,8 @@ def test_a_failure_is_one_report_with_the_line_of_the_task(cluster: Cluster, tmp
     process = start(cluster, tmp_path, "--devices", "cpu", "--on", "ray", "--nodes", "2", step_s=-1.0)
     code, output = finish(process)
     assert code == 1, output
-    assert output.count("error:") == 1 and "sleep length must be non-negative" in output, output
+    errors = [line for line in output.splitlines() if line.startswith("error:")]
+    assert errors == ["error: ValueError: sleep length must be non-negative"], output
     assert "toy.py" in output and "time.sleep(-1.0)" in output, output
     assert "(pid=" not in output and "ray.train" not in output, output
 

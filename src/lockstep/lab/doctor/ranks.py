@@ -1,19 +1,32 @@
-"""Checks of several ranks: whether they meet, whether their sums are right, and how fast."""
+"""Checks of several ranks: whether they meet, whether their sums are right, how fast, and a training step."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import socket
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from lockstep.config import resolve
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.runtime import rank_device
+from lockstep.errors import many
 from lockstep.hardware.resolve import Placement
+from lockstep.hardware.world import World
 from lockstep.lab.bench.comm import bus_factor, call_time
-from lockstep.lab.doctor.report import AllReduce, Check, Finding, Meeting, RankFacts, size_text
-from lockstep.launch.meeting.membership import Team
+from lockstep.lab.doctor.report import AllReduce, Check, Finding, Meeting, RankFacts, merged, size_text
+from lockstep.launch.local.worker import Rank
+from lockstep.launch.meeting.membership import Team, group
+from lockstep.launch.meeting.preparation import TrainRequest, prepare_together
+from lockstep.launch.prepare import settle
+from lockstep.launch.process.signals import Stopped
+from lockstep.launch.rank import train_as_rank
 
 #: Configuration of ranks that meet for a check: how long a rank waits for the others, in seconds.
 PATIENCE = {"distributed": {"timeout_s": 60.0}}
@@ -24,6 +37,100 @@ RANKS = Check("ranks", "several devices train together only if their processes r
 MIN_BUS_GB_S = {"nccl": 2.0, "gloo": 0.1}
 #: Gradients of a model with 25 million parameters in float32, such as ResNet-50.
 EXAMPLE_BYTES = 100_000_000
+TASK = "har"
+STEP = Check(
+    "training step",
+    "a whole step: data, forward, backward, all-reduce, optimizer, validation and checkpoint, as `train` does it",
+)
+#: The training step as a command.
+_COMMAND = f"lockstep train {TASK} --fast-dev-run"
+
+
+def check_as_rank(
+    rank: Rank, placement: Placement, findings: Sequence[Finding]
+) -> tuple[Sequence[Finding], Meeting | None]:
+    """Check as a rank that Lockstep's launcher has started; ``findings``: of its caller."""
+    return check_together(rank, rank.world, placement, findings if rank.world.is_main else (), rank.folder.path.parent)
+
+
+def check_together(
+    launched: Rank | None,
+    world: World,
+    placement: Placement,
+    findings: Sequence[Finding],
+    folder: Path,
+    *,
+    quick: bool = False,
+) -> tuple[Sequence[Finding], Meeting | None]:
+    """Gather the ``findings`` of all nodes, sum numbers among the ranks, and train a step. Collective.
+
+    ``folder``: for temporary files; that of rank 0 is used. ``launched``: of a rank that Lockstep's launcher has
+    started.
+    """
+    meeting = None
+    with group(world, resolve(PATIENCE), placement.as_dict(), folder) as team:
+        everywhere = merged(finding for node in team.collectives.all_gather(findings) for finding in node)
+        if quick:
+            return everywhere, None
+        if world.size > 1:
+            meeting = measure(team, placement)
+        folder = team.collectives.broadcast(folder)
+    everywhere += check_meeting(meeting) if meeting else [_alone(placement)]
+    if meeting and any(row.wrong for row in meeting.all_reduce):
+        return [*everywhere, STEP("skip", "the ranks must communicate first")], meeting
+    return [*everywhere, *_train_together(launched, world, placement, folder)], meeting
+
+
+def _alone(placement: Placement) -> Finding:
+    name = placement.devices[0]
+    more = f"--devices {name},{name} starts two ranks on this device"
+    return RANKS("skip", f"single process: no communication to check ({more})")
+
+
+def _train_together(launched: Rank | None, world: World, placement: Placement, folder: Path) -> list[Finding]:
+    """Train one step on all ranks, in ``folder`` on each node; return the finding of rank 0 and failures of others."""
+    try:
+        finding = _training_step(launched, world, placement, folder)
+        with group(world, resolve(PATIENCE), placement.as_dict(), folder) as team:  # all ranks have left the training
+            first, *findings = team.collectives.all_gather(finding)
+    finally:
+        if world.local_rank == 0:
+            shutil.rmtree(folder / "step", ignore_errors=True)
+    failed = {rank: other for rank, other in enumerate(findings, start=1) if other.status == "fail"}
+    return [first, *(replace(other, what=f"rank {rank}: {other.what}") for rank, other in failed.items())]
+
+
+def _training_step(launched: Rank | None, world: World, placement: Placement, folder: Path) -> Finding:
+    """Train a few steps of the built-in task, from its data to the checkpoint, as :func:`lockstep.train` does."""
+    settings = {
+        "save_dir": str(folder / "step"),
+        "hardware": {"selected_devices": list(placement.devices)},
+        **PATIENCE,
+        "telemetry": {"progress": "silent", "tensorboard": "off"},
+        "debug": {"fast_dev_run": True},
+    }
+    fix = by_hand(placement) if not world.from_outside else "to see the error, start this in the same way: " + _COMMAND
+    try:
+        task, config = settle(TASK, settings)
+        request = TrainRequest(resume=False, given=settings, as_given=False)
+        with contextlib.redirect_stdout(sys.stderr):
+            result = train_as_rank(
+                world, config, lambda team, claim: prepare_together(team, task, config, request, claim), launched
+            )
+    except (Exception, SystemExit) as error:
+        return STEP.failed(error, fix)
+    if result.exit_code >= 128:
+        raise Stopped(result.exit_code)
+    ranks = f"{many(placement.world_size, 'rank')} on {', '.join(placement.devices)}"
+    if result.exit_code == 0 and result.status == "completed" and result.step:
+        return STEP("ok", f"{TASK} took {many(result.step, 'step')} with {ranks}")
+    text = f"{TASK} with {ranks} ended as {result.status} after {result.step} steps (exit code {result.exit_code})"
+    return STEP("fail", text, fix)
+
+
+def by_hand(placement: Placement) -> str:
+    """Return the command that runs only the training step."""
+    return f"run only this: {_COMMAND} --devices {','.join(placement.devices)}"
 
 
 def measure(team: Team, placement: Placement) -> Meeting:

@@ -186,14 +186,20 @@ def _train(ray: Any, job: Job, resources: Mapping[str, float]) -> int:
         except SystemExit:  # Ray's end of a run that was interrupted
             return exit_code(signal.SIGTERM if received else signal.SIGINT)
         except ray.train.WorkerGroupError as error:
-            raise _failure(error.worker_failures, job) from None
+            failure = _failure(error.worker_failures, job)
+            if failure is None:
+                return RunError.exit_code
+            raise failure from None
         except ray.train.TrainingFailedError as error:
             raise RunError(f"Ray has ended the run: {str(error).splitlines()[0]}") from None
     return int(result.return_value)  # type: ignore[attr-defined]
 
 
-def _failure(failures: Mapping[int, Exception], job: Job) -> RunError:
-    """Return the error of the rank that failed first, as far as known: the others lost their connection to it."""
+def _failure(failures: Mapping[int, Exception], job: Job) -> RunError | None:
+    """Return the error of the rank that failed first, as far as known: the others lost their connection to it.
+
+    ``None`` where that rank has printed its report.
+    """
     from lockstep.launch.engines.ray_workers import RankEnded
 
     ended = {rank: error for rank, error in failures.items() if isinstance(error, RankEnded)}
@@ -201,7 +207,8 @@ def _failure(failures: Mapping[int, Exception], job: Job) -> RunError:
         return RunError(f"Ray has ended the run: {'; '.join(map(repr, failures.values()))}")
     rank, error = min(ended.items(), key=lambda item: item[1].is_lost_peer)
     if not error.traceback and error.signal_name is None:
-        return RankFailed(f"rank {rank} ended with exit code {error.exit_code}; its error is above")
+        reported = error.exit_code == RunError.exit_code
+        return None if reported else RankFailed(f"rank {rank} ended with exit code {error.exit_code}")
     cause = find_cause(error.last_line, error.signal_name)
     return RankFailed(
         f"rank {rank} failed: {error.last_line or error.signal_name}",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config import RunConfig
+from lockstep.engine.resume import resume_point
 from lockstep.engine.task import Datasets, Task
 from lockstep.engine.training_data import open_datasets, prepare_data
 from lockstep.errors import ConfigError
@@ -269,7 +270,7 @@ def plan_together(team: Team, request: PlanRequest) -> Start:
         point = None
         warn = run_claim.warn
         if request.is_resume:
-            point = run_claim.resume_point(run, hold=request.hold, accept_data=request.accept_data, report=warn)
+            point = resume_point(run, hold=request.hold, accept_data=request.accept_data, report=warn)
         inputs = plan_for(request.task, config, request.placement, request.datasets, point)
         plan = request.change(inputs.plan)
         step = point.step if point else 0

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.api.session_attempt import LoopTask, begin_attempt
 from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig, resolve
 from lockstep.data.requests import Window
 from lockstep.engine.attempt import record_failure
@@ -23,7 +24,6 @@ from lockstep.engine.session.training import SessionTraining, outside_batches
 from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.task import Datasets
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.launch.session.attempt import LoopTask, begin_attempt
 from lockstep.launch.session.join import Joined, end_script
 from lockstep.planning.loader import sized
 from lockstep.rundir.heartbeat import Activity, pulse

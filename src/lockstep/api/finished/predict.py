@@ -11,14 +11,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from lockstep.api.finished.evaluation import SPLITS, evaluation_on, source_of
+from lockstep.api.finished.ranks import compute
+from lockstep.api.finished.reopen import find_step
 from lockstep.engine.measure import opened
 from lockstep.engine.predict import Row, predictions
 from lockstep.engine.reopened import Reopened
 from lockstep.engine.runner import runner_of
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError, RunFolderError, UnsupportedError
-from lockstep.launch.finished.evaluation import SPLITS, compute, evaluation_on, source_of
-from lockstep.launch.finished.reopen import find_step
 from lockstep.launch.run_claim import task_again
 from lockstep.rundir.files import plain, read_jsonl
 from lockstep.rundir.folder import RunDir

@@ -6,6 +6,7 @@ from torch import nn
 
 from lockstep.checkpoint.mirror import fetch_checkpoint
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
+from lockstep.engine.resume import plan_of as plan_of
 from lockstep.engine.resume import restore_weights
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model

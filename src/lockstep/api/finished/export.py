@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lockstep._compat.torch import tree_map
+from lockstep.api.finished.reopen import find_checkpoint
 from lockstep.checkpoint.content import by_file
 from lockstep.engine.model_inputs import Inputs
 from lockstep.engine.resume import restore_weights
@@ -19,7 +20,6 @@ from lockstep.engine.runner import runner_of
 from lockstep.engine.task import Task
 from lockstep.engine.trained import bare, build_model
 from lockstep.errors import RunFolderError, UnsupportedError
-from lockstep.launch.finished.reopen import find_checkpoint
 from lockstep.launch.run_claim import task_again
 from lockstep.rundir.files import write_json
 from lockstep.rundir.folder import RunDir
