@@ -51,15 +51,8 @@ class Faulty(Toy):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Of a task whose state is large, and the disk slow; or of one that waits for what does not come."""
-        self.saves = getattr(self, "saves", -1) + 1  # the first call is a check before the first step
-        if self.config.fault == "saving" and self.saves and is_first_start() and dist.get_rank() == 0:
-            time.sleep(600)
-        end = time.monotonic() + self.config.save_s
-        with open(os.devnull, "wb", buffering=0) as disk:
-            while time.monotonic() < end:
-                disk.write(bytes(1 << 20))
-                time.sleep(0.1)
+        """Of a task whose state is large, and the disk slow."""
+        time.sleep(self.config.save_s)
         return {}
 
     def hooks(self) -> Any:

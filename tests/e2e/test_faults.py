@@ -226,19 +226,6 @@ def test_a_rank_whose_loader_hangs_is_named(tmp_path: Path, torchrun: bool) -> N
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("torchrun", [False, True])
-def test_a_save_that_stands_still_is_named_although_rank_0_sends_heartbeats(tmp_path: Path, torchrun: bool) -> None:
-    arguments = (*QUIET, *SAVING, "--set", "task.fault=saving", "--set", "launch.hang_timeout_s=3")
-    with drive(tmp_path, *arguments, torchrun=torchrun) as run:
-        output = run.finish(1)
-    place = f"{faulty.__file__}:{line_of('state_dict', 'time.sleep')} in state_dict"
-    says = rf"rank 0 has made no progress for \d+ s, in saving a checkpoint after step 2: {place}"
-    assert re.search(says, output)
-    assert re.search(r"rank 1: silent for \d+ s in step 3", output)
-    assert str(run.run.read().error).startswith("rank 0 has made no progress for ")
-
-
-@pytest.mark.drill
 def test_a_barrier_on_one_rank_is_named_where_no_launcher_watches(tmp_path: Path) -> None:
     arguments = (*QUIET, *SAVING, "--set", "task.fault=hook", "--set", "launch.hang_timeout_s=3")
     with drive(tmp_path, *arguments, torchrun=True) as run:

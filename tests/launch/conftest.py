@@ -22,7 +22,6 @@ import pytest
 
 from lockstep.config import RunConfig
 from lockstep.launch.local.worker import pack_call
-from lockstep.launch.process.rank_log import log_file
 from lockstep.rundir.folder import RunDir
 from tests.gloo import ROOT, clean_environment
 from tests.launch.stub_worker import rank_main
@@ -45,25 +44,6 @@ sys.exit(code)
 """
 
 FORK_AHEAD = "from lockstep.launch.local import launcher_process\nlauncher_process.fork_launcher_ahead()"
-
-#: A rank that takes stacks, and writes in a thread while its main thread computes.
-RANK = """
-import os, sys, threading, time
-from lockstep.launch.process.rank_log import stacks_on_request
-def write():
-    with open(os.devnull, "wb", buffering=0) as file:
-        while True:
-            file.write(b"beat")
-            time.sleep(0.001)
-with open(sys.argv[1], "a") as log, stacks_on_request(log):
-    def busy():
-        writing = threading.Thread(target=write, daemon=True)
-        writing.start()
-        print(writing.native_id, flush=True)
-        while True:
-            pass
-    busy()
-"""
 
 
 @pytest.fixture
@@ -156,31 +136,3 @@ def caller(run_dir: RunDir) -> Iterator[Caller]:
     if made.process is not None:
         made.process.kill()
         made.process.communicate()
-
-
-class Processes:
-    """Two processes that take stacks and write in a thread, for all tests of a module."""
-
-    def __init__(self, folder: Path) -> None:
-        self.logs = folder
-        self.of_rank = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, str(log_file(folder, rank))],
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-            )
-            for rank in range(2)
-        ]
-        self.writing = [int(process.stdout.readline()) for process in self.of_rank if process.stdout]
-
-    def kill(self) -> None:
-        for process in self.of_rank:
-            process.kill()
-            process.communicate()
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    made = Processes(tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.kill()

@@ -18,7 +18,6 @@ from lockstep.checkpoint.manifest import Digest, shard
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.errors import CheckpointError, CollectiveError, LockstepError, StorageError
 from lockstep.rundir.files import fsync_folder, storage_error
-from lockstep.rundir.heartbeat import pulse
 
 T = TypeVar("T")
 #: Whether a tensor at a place of the state stays as it is until the copy is complete.
@@ -170,7 +169,6 @@ class BackgroundWriter:
         thread = threading.Thread(target=write, name=f"lockstep-save-{snapshot.step}", daemon=False)
         self._save = _Save(snapshot.step, best, thread, done)
         thread.start()
-        pulse.writes_in(thread.native_id or 0)
 
     def poll(self) -> None:
         """Report a save that is done, without waiting."""
@@ -184,7 +182,6 @@ class BackgroundWriter:
             return
         if save.thread.is_alive():  # it may not have been started, at a limit of threads
             save.thread.join()
-        pulse.writes_in(0)
         self._save = None
         for outcome in save.done:
             if isinstance(outcome, BaseException):

@@ -223,7 +223,7 @@ class Activity(IntEnum):
 
     @property
     def is_untimed(self) -> bool:
-        """Whether nothing is known about how long it may take: starts, compilers, metrics over all rows."""
+        """Whether nothing is known about how long it may take: starts, compilers, metrics over all rows, saves."""
         return self in _UNTIMED
 
     def phrase(self, step: int) -> str:
@@ -234,7 +234,7 @@ class Activity(IntEnum):
 
 
 _UNTIMED = {
-    *(Activity.STARTING, Activity.COMPILING, Activity.COMPUTING_METRICS),
+    *(Activity.STARTING, Activity.COMPILING, Activity.COMPUTING_METRICS, Activity.SAVING),
     *(Activity.WRITING_PROFILE, Activity.ENDING, Activity.MIRRORING),
 }
 _PHRASES = {
@@ -250,12 +250,11 @@ _PHRASES = {
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """The newest record of a rank: signs of progress, optimizer steps done; ``writer``: thread that saves."""
+    """The newest record of a rank: signs of progress, optimizer steps done."""
 
     beats: int = 0
     step: int = 0
     activity: Activity = Activity.STARTING
-    writer: int = 0
 
 
 class Pulse:
@@ -264,7 +263,6 @@ class Pulse:
     def __init__(self) -> None:
         self._beats = 0
         self._step = 0
-        self._writer = 0
         self.activity = Activity.STARTING
         #: Whether a watchdog reads it, so that long activities had better report progress.
         self.is_watched = False
@@ -273,7 +271,7 @@ class Pulse:
 
     @property
     def sign(self) -> Sign:
-        return Sign(self._beats, self._step, self.activity, self._writer)
+        return Sign(self._beats, self._step, self.activity)
 
     def at(self, activity: Activity, step: int | None = None) -> None:
         """Report progress: this process begins ``activity``, or continues it; ``step``: optimizer steps done."""
@@ -287,10 +285,6 @@ class Pulse:
 
     def goes_on(self) -> None:
         self.at(self.activity)
-
-    def writes_in(self, thread: int) -> None:
-        """Count reads and writes of ``thread`` as progress of a save; 0: it has ended. Not for ``thread``."""
-        self._writer = thread
 
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:

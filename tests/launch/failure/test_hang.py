@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 import faulthandler
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launch.failure.hang import HangReport, Standstill, saving_progress
+from lockstep.launch.failure.hang import HangReport, Standstill
 from lockstep.launch.process import rank_log
 from tests.gloo import ROOT
-from tests.launch.conftest import Processes
 
 WAITING = f"{ROOT}/src/lockstep/engine/strategies/base.py:1 in _backward"
-
-
-def test_a_save_that_waits_for_the_disk_moves(shared: Processes, tmp_path: Path) -> None:
-    """It moves no bytes."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    # posix_spawn(3) returns when the child has opened its input, and is uninterruptible until then, as fsync(2) is.
-    opens = f"(os.POSIX_SPAWN_OPEN, 0, {str(pipe)!r}, os.O_RDONLY, 0)"
-    spawn = f"import os; os.posix_spawn('/bin/true', ['true'], {{}}, file_actions=[{opens}])"
-    saving = subprocess.Popen([sys.executable, "-c", spawn])
-    try:
-        while psutil.Process(saving.pid).status() != psutil.STATUS_DISK_SLEEP:
-            assert saving.poll() is None
-        before = saving_progress(saving.pid, 0)
-        assert saving_progress(saving.pid, 0) != before
-        before = saving_progress(shared.of_rank[0].pid, 0)
-        assert saving_progress(shared.of_rank[0].pid, 0) == before
-    finally:
-        pipe.open("w").close()
-        saving.wait()
-
-
-def test_a_save_moves_as_long_as_its_thread_writes(shared: Processes) -> None:
-    pid, thread = shared.of_rank[0].pid, shared.writing[0]
-    for _ in range(3):
-        before = saving_progress(pid, thread)
-        while saving_progress(pid, thread) == before:
-            assert shared.of_rank[0].poll() is None
 
 
 def standstill(rank: int, step: int, *stack: str, ahead: bool = True, doing: str = "step 4") -> Standstill:

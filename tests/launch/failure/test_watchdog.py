@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,7 @@ PATIENCE_S = 60.0
 
 
 def stand_still(rank: int, size: int, logs: Path) -> dict[str, Any]:
-    """Rank 1 is at something untimed for long, while rank 0 waits; then neither moves.
-
-    At last each watches alone, at a save that stands still while another thread writes.
-    """
+    """Rank 1 is at something untimed for long, while rank 0 waits; then neither moves; at last each watches alone."""
     port = [0]
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     if store is not None:
@@ -49,16 +45,11 @@ def stand_still(rank: int, size: int, logs: Path) -> dict[str, Any]:
     wait_for(reports)
     dist.barrier()
     watchdog.end()
-    pulse.at(Activity.SAVING)
-    over = threading.Event()
-    heart = threading.Thread(target=beat, args=(over,))
-    heart.start()
+    pulse.at(Activity.HOOKS)
     alone = Watchdog(World(), None, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told), logs=logs)
     alone.start()
     wait_for(reports, 2)
     alone.end()
-    over.set()
-    heart.join()
     (report, tells), by_itself = reports
     ranks = [at.model_dump() for at in report.ranks]
     found = {"early": early, "tells": tells, "ranks": ranks, "alone": (by_itself[1], len(by_itself[0].ranks))}
@@ -100,12 +91,6 @@ def states_with_rank_1_stopped(world: World, store: dist.Store, logs: Path) -> l
     dist.barrier()
     watchdog.end()
     return [at.state for at in reports[0][0].ranks] if world.is_main else []
-
-
-def beat(over: threading.Event) -> None:
-    with open(os.devnull, "wb", buffering=0) as file:
-        while not over.wait(0.01):
-            file.write(b"beat")
 
 
 def wait_for(reports: list[tuple[HangReport, bool]], count: int = 1) -> None:

@@ -6,10 +6,7 @@ makes progress for some time, and the question is which rank the others wait for
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -183,18 +180,16 @@ def silence_limit_s(activity: Activity, timeout_s: float) -> float:
 
 
 class Silence:
-    """How long one process has made no progress. ``now``: seconds on the clock of the checks."""
+    """How long this process has made no progress. ``now``: seconds on the clock of the checks."""
 
-    def __init__(self, pid: int, now: float) -> None:
-        self._pid = pid
+    def __init__(self, now: float) -> None:
         self._since = now
-        self._progress: object = None
+        self._beats = -1
 
     def update(self, sign: Sign, now: float) -> float:
         """Take the process's newest sign; seconds without progress."""
-        progress = sign.beats, saving_progress(self._pid, sign.writer) if sign.activity is Activity.SAVING else None
-        if progress != self._progress:
-            self._progress = progress
+        if sign.beats != self._beats:
+            self._beats = sign.beats
             self._since = now
         return now - self._since
 
@@ -209,29 +204,3 @@ def process_state(pid: int) -> str:
         return _STATES.get(psutil.Process(pid).status(), "running")
     except psutil.Error:
         return "running"
-
-
-def saving_progress(pid: int, writer: int) -> tuple[int, float]:
-    """Return signs of progress of a save, whose steps are not counted: they change from check to check.
-
-    Bytes that the process's main thread and its thread ``writer`` (0: none) have moved; and the time, while one of them
-    waits for the disk: all bytes may be in the cache by then. Other threads read and write also when a save is stuck.
-    """
-    threads = [Path(f"/proc/{pid}/task/{thread}") for thread in {pid, writer or pid}]
-    waits = any(_waits_for_disk(thread) for thread in threads)
-    return sum(_bytes_moved(thread) for thread in threads), time.monotonic() if waits else 0.0
-
-
-def _bytes_moved(thread: Path) -> int:
-    """Return bytes that a thread has read and written; see proc_pid_io(5)."""
-    with contextlib.suppress(OSError, KeyError):  # it has ended, or this kernel does not count
-        counters = dict(line.split(": ") for line in (thread / "io").read_text().splitlines())
-        return int(counters["rchar"]) + int(counters["wchar"])
-    return 0
-
-
-def _waits_for_disk(thread: Path) -> bool:
-    """Return whether a thread is in an uninterruptible call (``D``); see proc_pid_stat(5)."""
-    with contextlib.suppress(OSError):  # it has ended
-        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "D"
-    return False

@@ -108,7 +108,7 @@ class Watchdog(threading.Thread):
         self._sent = 0
         self._is_asked = False
         self._checked_at = time.monotonic()
-        self._silence = hang.Silence(os.getpid(), self._checked_at)
+        self._silence = hang.Silence(self._checked_at)
         self._received: dict[int, tuple[int, float]] = {}
 
     def end(self) -> None:
