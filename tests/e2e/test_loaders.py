@@ -45,4 +45,4 @@ def test_a_first_step_without_data_is_a_hang(run_cli: RunCli) -> None:
     more = ("--devices", "cpu,cpu", "--set", "task.kind=stuck", "--set", "launch.hang_timeout_s=1")
     result = run_cli("train", TASK, *SHORT, *more)
     assert result.code == 1
-    assert "waiting for data" in result.err and "--num-workers 0" in result.err
+    assert "each waits for its loader" in result.err and "--num-workers 0" in result.err

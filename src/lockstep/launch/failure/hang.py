@@ -106,12 +106,17 @@ class HangReport(FileContent):
         return ()
 
     @property
+    def _all_wait_for_data(self) -> bool:
+        return all(rank.waits_for_data for rank in self.ranks)
+
+    @property
     def headline(self) -> str:
         """Which rank is behind, in which activity and where, on one line."""
         behind = self.behind
         silent = f"{min(rank.silent_s for rank in self.ranks):.0f} s"
         if not behind:
-            return f"the ranks have made no progress for {silent}: each waits for the others"
+            awaited = "its loader" if self._all_wait_for_data else "the others"
+            return f"the ranks have made no progress for {silent}: each waits for {awaited}"
         first = behind[0]
         who = f"rank {first.name} has" if len(behind) == 1 else f"ranks {', '.join(r.name for r in behind)} have"
         if first.state == "stopped":
@@ -133,8 +138,8 @@ class HangReport(FileContent):
             )
             fix = fix + "to a large number"
             slow = ""
-        elif first and first.waits_for_data:
-            title = "its loader returns no batch; the other ranks wait for it"
+        elif self._all_wait_for_data or (first and first.waits_for_data):
+            title = "the loader returns no batch" + "; the other ranks wait for it" * (first is not None)
             fix = "try --num-workers 0 to see where the data set stops"
         elif first and not first.stack:
             title = "its process does not answer: native code keeps the interpreter, or the kernel blocks it"
