@@ -23,7 +23,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
 MEASURES = ("vague", "packed", "splat", "long", "what", "where", "own", "noun")
 #: Figures that were reached, by package of ``src/lockstep``: lower them with each change, never raise them.
 LIMITS: dict[str, tuple[float, ...]] = {
-    "all": (0.75, 0.15, 0, 19, 0, 0, 0.1, 0),
+    "all": (0.6, 0.15, 0, 18, 0, 0, 0.1, 0),
     "_compat": (0, 0, 0, 0, 0, 0, 0, 0),
     "api": (0, 0, 0, 1, 0, 0, 0, 0),
     "audit": (0, 0, 0, 1, 0, 0, 0, 0),
@@ -34,8 +34,8 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "engine": (0, 0, 0, 2, 0, 0, 0.5, 0),
     "events.py": (0, 0, 0, 0, 0, 0, 0, 0),
     "hardware": (0, 0, 0, 0, 0, 0, 0, 0),
-    "lab": (1.75, 0, 0, 4, 0, 0, 0, 0),
-    "launch": (1.95, 0, 0, 2, 0, 0, 0, 0),
+    "lab": (1.1, 0, 0, 4, 0, 0, 0, 0),
+    "launch": (1.15, 0, 0, 1, 0, 0, 0, 0),
     "lightning": (0, 0.5, 0, 1, 0, 0, 0, 0),
     "planning": (0.9, 0, 0, 1, 0, 0, 0, 0),
     "readers": (0, 0, 0, 0, 0, 0, 0, 0),

@@ -22,7 +22,7 @@ from lockstep.engine.training_data import open_data
 from lockstep.errors import LockstepError
 from lockstep.events import Event, Fanout
 from lockstep.hardware.world import World
-from lockstep.launch.prepare import place, plan_for, settle
+from lockstep.launch.prepare import placement_of, plan_for, settle
 from lockstep.launch.run_claim import changed_config, create_folder, keep_config
 from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.sinks import RunFolderSink
@@ -78,7 +78,7 @@ def _prepared(task: type[Task], folder: Path, world: World, sections: Mapping[st
     built, config = settle(task, mine)
     if resume:
         config, point = changed_config(run, mine), resume_point(run, hold=True, report=print)
-    prepared = plan_for(built, config, place(config, World()), open_data(built, config), point)
+    prepared = plan_for(built, config, placement_of(config, World()), open_data(built, config), point)
     if resume:
         keep_config(run, config)
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
 
@@ -62,13 +61,13 @@ def begin_attempt(
     prepared: PreparedModels,
     resumed: Resumed,
     beside: Beside,
-    ending: ExitStack,
 ) -> tuple[SessionTraining, Datasets]:
     """Make the plan and join the ranks; returns the training, and the open data of ``task``. Collective.
 
-    The ``resumed`` weights are restored already; ``ending`` ends the attempt.
+    The ``resumed`` weights are restored already.
     """
     run = joined.run_dir
+    ending = joined.ending
     datasets = open_datasets(task, config)
     compares = joined.world.size > 1 and task.samples is not None
     local_fingerprint = ""

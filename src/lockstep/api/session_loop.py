@@ -396,9 +396,7 @@ class Loop:
                 "session.checkpoint(scheduler=...), or to prepare() if it steps after every optimizer step",
             )
         beside = Beside(sys._getframe(2), [task.model(), *registered.values()])  # the caller of session.batches()
-        self._training, self._datasets = begin_attempt(
-            joined, config, task, self._prepared, self._resumed, beside, self._ending
-        )
+        self._training, self._datasets = begin_attempt(joined, config, task, self._prepared, self._resumed, beside)
         self._task = task
         pulse.at(Activity.STEP, self._state.step)
         self._training.log.start()

@@ -108,10 +108,10 @@ def prepare(
 ) -> RunInputs:
     """Settle, place, open the data and plan, for a plan alone: nothing is started or written."""
     built, whole = settle(task, config)
-    return plan_for(built, whole, place(whole, read_world(os.environ)), open_data(built, whole), resume)
+    return plan_for(built, whole, placement_of(whole, read_world(os.environ)), open_data(built, whole), resume)
 
 
-def place(config: RunConfig, world: World) -> Placement:
+def placement_of(config: RunConfig, world: World) -> Placement:
     """Return the placement of a run on this machine."""
     return resolve_placement(config.hardware, config.distributed, world, detect_devices())
 

@@ -15,7 +15,7 @@ from lockstep.engine.runner import runner_of
 from lockstep.engine.task import Task
 from lockstep.hardware import World
 from lockstep.hardware.detect import usable_cores
-from lockstep.launch.prepare import place
+from lockstep.launch.prepare import placement_of
 from lockstep.launch.run_claim import task_again, warn
 from lockstep.rundir.folder import RunDir
 
@@ -63,10 +63,10 @@ def evaluation_on(
     """
     plan = plan_of(run)
     config = _config_on(run.config(), devices, "auto")
-    placement = place(config, World())
+    placement = placement_of(config, World())
     if plan.sharded and placement.world_size > 1 and not whole:  # one device has nothing to divide
         config = _config_on(run.config(), devices, plan.strategy.name)
-        placement = place(config, World())
+        placement = placement_of(config, World())
     for note in placement.notes:
         warn(note.text)
     cores = usable_cores() // placement.world_size

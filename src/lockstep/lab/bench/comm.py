@@ -21,7 +21,7 @@ from lockstep.hardware.world import World
 from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
 from lockstep.launch.meeting.membership import group
-from lockstep.launch.prepare import place
+from lockstep.launch.prepare import placement_of
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 #: Repetitions of each message: as many as fit into :data:`BUDGET_S`, within these.
@@ -37,7 +37,7 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 def bench_comm(overrides: Mapping[str, Any], *, max_bytes: int = 64 << 20, say: Say = lambda line: None) -> BenchReport:
     """Measure all-reduce, all-gather, reduce-scatter and broadcast, with messages of up to ``max_bytes``."""
     config = resolve({name: overrides[name] for name in ("hardware", "distributed", "runs_dir") if name in overrides})
-    placement = place(config, World())
+    placement = placement_of(config, World())
     if placement.world_size < 2:
         raise UsageError(
             f"there is only one rank, and so no communication ({', '.join(placement.devices)})",

@@ -24,7 +24,7 @@ from lockstep.hardware.world import World, read_world
 from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local import worker
 from lockstep.launch.local.on_ranks import RankLimits, run_on_ranks
-from lockstep.launch.prepare import RunInputs, native_settings, place, plan_for, settle
+from lockstep.launch.prepare import RunInputs, native_settings, placement_of, plan_for, settle
 from lockstep.launch.run_claim import create_folder
 from lockstep.planning import Plan
 from lockstep.rundir.files import JsonLines, read_jsonl
@@ -167,7 +167,7 @@ class Subject:
     def base(self) -> RunInputs:
         """The inputs of a run with the settings as given."""
         built, config = self._settle({})
-        return plan_for(built, config, place(config, World()), open_data(built, config), None)
+        return plan_for(built, config, placement_of(config, World()), open_data(built, config), None)
 
     @property
     def name(self) -> str:
@@ -178,7 +178,7 @@ class Subject:
         built, config = self._settle(merge(_QUIET, changes))
         patience = {"timeout_s": min(TIMEOUT_S, config.distributed.timeout_s)}
         config = config.model_copy(update={"distributed": config.distributed.model_copy(update=patience)})
-        return plan_for(built, config, place(config, World()), self.base.datasets, None)
+        return plan_for(built, config, placement_of(config, World()), self.base.datasets, None)
 
     def case(self, label: Mapping[str, Any], changes: Mapping[str, Any], *, steps: int, warm_up: int) -> Case:
         """Make a case of ``steps`` measured steps. Raises :class:`~lockstep.errors.UsageError`."""

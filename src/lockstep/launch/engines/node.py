@@ -26,7 +26,7 @@ from lockstep.launch.failure import records
 from lockstep.launch.local import worker
 from lockstep.launch.meeting.membership import Team
 from lockstep.launch.meeting.preparation import PreviousStart, Start, TrainRequest, prepare_together
-from lockstep.launch.prepare import place
+from lockstep.launch.prepare import placement_of
 from lockstep.launch.rank import train_as_rank
 from lockstep.rundir.folder import RunDir, new_run_id
 from lockstep.tasks.registry import pack_task
@@ -43,7 +43,7 @@ def train_on_node(task: Task, config: RunConfig, request: TrainRequest) -> RunRe
         SystemExit: with code 130 or 143, when it was stopped before it could begin, or not waited for.
     """
     launch = config.launch
-    ranks = len(place(config, World()).devices)
+    ranks = len(placement_of(config, World()).devices)
     options = {
         "rdzv": launch.rdzv,
         "join_timeout_s": launch.join_timeout_s,

@@ -198,7 +198,7 @@ def _train(ray: Any, job: Job, resources: Mapping[str, float]) -> int:
 def _failure(failures: Mapping[int, Exception], job: Job) -> RunError | None:
     """Return the error of the rank that failed first, as far as known: the others lost their connection to it.
 
-    ``None`` where that rank has printed its report.
+    ``None``: that rank has printed its report.
     """
     from lockstep.launch.engines.ray_workers import RankEnded
 

@@ -22,7 +22,7 @@ from lockstep.events import Restarted
 from lockstep.hardware import Placement
 from lockstep.launch import run_claim
 from lockstep.launch.meeting.membership import Team
-from lockstep.launch.prepare import RunInputs, place, plan_for, with_precision
+from lockstep.launch.prepare import RunInputs, placement_of, plan_for, with_precision
 from lockstep.planning import Plan
 from lockstep.rundir.files import absolute, storing
 from lockstep.rundir.folder import RunDir, new_run_id
@@ -290,7 +290,7 @@ def plan_together(team: Team, request: PlanRequest) -> Start:
 
 def place_together(team: Team, config: RunConfig) -> Placement:
     """Place this node, with the devices of all nodes. Collective."""
-    placement = team.together(lambda: place(config, team.world))
+    placement = team.together(lambda: placement_of(config, team.world))
     assert placement is not None
     if len(team.leads) == 1:
         return placement

@@ -22,7 +22,7 @@ from lockstep.launch.local.worker import Rank
 from lockstep.launch.meeting.membership import Team, meeting
 from lockstep.launch.meeting.preparation import agreed_folder, place_together
 from lockstep.launch.meeting.supervision import supervise
-from lockstep.launch.prepare import place
+from lockstep.launch.prepare import placement_of
 from lockstep.launch.process.signals import Stopped, StopRequest
 from lockstep.launch.run_claim import create_folder, warn
 from lockstep.rundir.folder import RunDir
@@ -101,7 +101,10 @@ def with_settings_of_launch(script_settings: Mapping[str, Any]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Joined:
-    """A rank of a session before its plan is made. ``is_resume``: the run has been trained before."""
+    """A rank of a session before its plan is made.
+
+    ``is_resume``: the run has been trained before. ``ending`` leaves the ranks and the folder.
+    """
 
     run_dir: RunDir
     world: World
@@ -109,6 +112,7 @@ class Joined:
     team: Team
     stop: StopRequest
     is_resume: bool
+    ending: ExitStack
 
     @property
     def collectives(self) -> Any:
@@ -141,12 +145,12 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
     else:
         run, is_resume = agreed_folder(team, config, _new_folder, resume=resume, claim=ending)
     stop = supervise(team, run, config, placement.as_dict(), started[0].rank if started else None, ending)
-    return Joined(run, world, placement, team, stop, is_resume)
+    return Joined(run, world, placement, team, stop, is_resume, ending)
 
 
 def _local_placement(config: RunConfig, world: World) -> Placement:
     """Place ranks on this machine. Raises :class:`ConfigError`: it has another number of ranks than ``world``."""
-    placement = place(config, World())
+    placement = placement_of(config, World())
     if placement.world_size != world.size:
         devices = ",".join(placement.devices)
         raise ConfigError(
