@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import socket
 import subprocess
@@ -67,6 +68,20 @@ class Cluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         node.wait()
+
+    def drain_node(self, number: int, within_s: int) -> None:
+        """Tell Ray that a node is taken away in ``within_s`` seconds."""
+        code = "import json, ray; ray.init(log_to_driver=False); print(json.dumps(ray.nodes()))"
+        printed = subprocess.run([sys.executable, "-c", code], env=self.environment, capture_output=True, text=True)
+        node_ids = {node["NodeManagerAddress"]: node["NodeID"] for node in json.loads(printed.stdout)}
+        words = [
+            "drain-node",
+            f"--node-id={node_ids[f'127.0.0.{number}']}",
+            "--reason=DRAIN_NODE_REASON_PREEMPTION",
+            "--reason-message=test",
+            f"--deadline-remaining-seconds={within_s}",
+        ]
+        subprocess.run([ray_program(), *words], env=self.environment, check=True, capture_output=True)
 
     def close(self) -> None:
         for number in sorted(self._nodes, reverse=True):

@@ -298,6 +298,25 @@ def test_a_task_and_a_session_train_inside_a_torch_trainer(cluster: Cluster, tmp
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(1200)
+def test_a_drained_node_is_left_with_a_checkpoint(tmp_path: Path) -> None:
+    """The run continues on the other node, from the last step that both have done."""
+    words = ("--devices", "cpu", "--on", "ray", "--nodes", "1:2", "--epochs", "80", "--log-interval", "1")
+    run = RunDir(tmp_path / "run")
+    with running_cluster(2) as cluster:
+        process = start(cluster, tmp_path, *words, step_s=0.1)
+        wait_until(lambda: steps_of(tmp_path) >= 30)
+        cluster.drain_node(2, within_s=25)
+        wait_until(lambda: len(run.resumed_from()) == 2)
+        process.send_signal(signal.SIGINT)
+        code, output = finish(process)
+    assert code == 130, output
+    assert run.plan()["placement"]["world_size"] == 1
+    rows = [json.loads(line) for line in (run.path / "steps.jsonl").read_text().splitlines()]
+    assert run.resumed_from()[2] == max(row["step"] for row in rows if row["attempt"] == 1) >= 30
+
+
+@pytest.mark.drill
 @pytest.mark.timeout(1800)
 def test_the_run_survives_a_lost_node_a_resize_and_a_stop(cluster: Cluster, tmp_path: Path) -> None:
     """Ends with the weights of a run on one device, bit for bit. The last test here: the cluster loses a node."""
