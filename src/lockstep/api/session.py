@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from lockstep._compat import has_returned, script_frame
+from lockstep.api.session_join import join_session, with_settings_of_launch
 from lockstep.api.session_loop import Loop
 from lockstep.api.settings import Settings, mapping_of
-from lockstep.config import RunConfig, resolve
-from lockstep.config.load import merge
+from lockstep.config import RunConfig, merge, resolve
 from lockstep.engine.generators import seed_everything
 from lockstep.engine.predict import predicted_rows
 from lockstep.engine.runtime import rank_device
@@ -29,8 +29,8 @@ from lockstep.engine.session.batches import UpdateRows, check_alike, check_data,
 from lockstep.engine.session.between_ranks import gather_rows, reduce_tensor
 from lockstep.engine.session.saving import Stateful
 from lockstep.errors import TaskError
-from lockstep.launch.session import join
 from lockstep.launch.session.script import call_on_ranks
+from lockstep.launch.session.started import close_open_session, open_sessions
 from lockstep.rundir.heartbeat import Activity, pulse
 
 T = TypeVar("T")
@@ -75,16 +75,16 @@ class Session(Loop):
     def __init__(
         self, config: RunConfig | Mapping[str, Any] | None = None, *, resume: bool = False, **settings: Unpack[Settings]
     ) -> None:
-        join.close_open_session(None)
-        overrides = join.with_settings_of_launch(mapping_of(config, settings))
+        close_open_session(None)
+        overrides = with_settings_of_launch(mapping_of(config, settings))
         overrides = merge(overrides, {"task": {"name": Path(sys.argv[0]).name or "session"}})
         whole = resolve(_DEFAULTS, overrides)
         with ExitStack() as ending:
-            joined = join.join_session(whole, resume=resume, ending=ending)
+            joined = join_session(whole, resume=resume, ending=ending)
             device = rank_device(joined.placement.devices, joined.world)
             seed_everything(whole.training.seed)
             super().__init__(joined, whole, overrides, device, ending.pop_all())
-        join.open_sessions.append(self)
+        open_sessions.append(self)
         atexit.register(self._at_exit)
         self._ending.callback(atexit.unregister, self._at_exit)
         self._hook = sys.excepthook
@@ -526,9 +526,9 @@ class Session(Loop):
 
         Collective without ``error``.
         """
-        if self not in join.open_sessions:
+        if self not in open_sessions:
             return
-        join.open_sessions.remove(self)
+        open_sessions.remove(self)
         sys.excepthook = self._hook
         sys.exit = self._exit
         error = None if isinstance(error, SystemExit) and not error.code else error

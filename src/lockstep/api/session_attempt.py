@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from lockstep.api.session_join import Joined
 from lockstep.config import RunConfig
 from lockstep.engine.fingerprint import examined
 from lockstep.engine.rank_context import Attempt, join_ranks
@@ -21,7 +22,6 @@ from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.engine.training_data import begin_stream, end_data, open_datasets
 from lockstep.events import Fanout, Sink
 from lockstep.launch.meeting.preparation import PlanRequest, plan_together
-from lockstep.launch.session.join import Joined
 from lockstep.planning.loader import of_session
 from lockstep.telemetry.sinks import standard_sinks
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.api.session_attempt import LoopTask, begin_attempt
+from lockstep.api.session_join import Joined, end_script
 from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig, resolve
 from lockstep.data.requests import Window
 from lockstep.engine.attempt import record_failure
@@ -24,7 +25,6 @@ from lockstep.engine.session.training import SessionTraining, outside_batches
 from lockstep.engine.strategies.base import SeededDraws
 from lockstep.engine.task import Datasets
 from lockstep.errors import TaskError, UnsupportedError
-from lockstep.launch.session.join import Joined, end_script
 from lockstep.planning.loader import sized
 from lockstep.rundir.heartbeat import Activity, pulse
 

@@ -1,7 +1,7 @@
 """One way into a rank, whatever started its process: Lockstep's launcher, ``torchrun``, ``srun``, or an engine.
 
 A rank reads its world from the environment, meets the others, takes the plan that rank 0 makes or has, and trains.
-Sessions join in the same way (:mod:`lockstep.launch.session.join`), and make the plan later.
+Sessions join in the same way (:mod:`lockstep.api.session_join`), and make the plan later.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.process.signals import Stopped
 from lockstep.launch.run_claim import claimed, create_folder, existing_run, warn
-from lockstep.launch.session.join import Started, close_open_session, started
+from lockstep.launch.session.started import Started, close_open_session, started
 from lockstep.launch.start import rank_limits, run_of_ranks
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.origin import Script, require_script_named, script_of

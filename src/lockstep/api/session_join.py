@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.config import RunConfig
-from lockstep.config.load import merge
+from lockstep.config import RunConfig, merge
 from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.hardware import Placement, World, read_world
-from lockstep.launch.local.worker import Rank
 from lockstep.launch.meeting.membership import Team, meeting
 from lockstep.launch.meeting.preparation import agreed_folder, place_together
 from lockstep.launch.meeting.supervision import supervise
 from lockstep.launch.prepare import placement_of
 from lockstep.launch.process.signals import Stopped, StopRequest
 from lockstep.launch.run_claim import create_folder, warn
+from lockstep.launch.session.started import Started, close_open_session, started
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.origin import Script
 from lockstep.telemetry.sinks import check_sinks
@@ -44,39 +43,11 @@ _FOR_TASKS = {
 }
 _STRATEGIES = ("single", "ddp", "fsdp")
 
-#: The session that is open in this process: at most one.
-open_sessions: list[Any] = []
-
-
-def close_open_session(error: BaseException | None) -> None:
-    """Close the session that is open, if there is one; ``error``: what ended its loop."""
-    for session in [*open_sessions]:
-        session.close(error)
-
 
 def end_script(code: int) -> NoReturn:
     """End the session and its process."""
     close_open_session(None)
     raise Stopped(code)
-
-
-@dataclass
-class Started:
-    """A rank that Lockstep's launcher has started for a session, in the run's folder.
-
-    ``given`` are settings of the command line, which override those of the script; ``resumes``: whether the run has an
-    attempt already; ``on_session`` is called when a session joins.
-    """
-
-    rank: Rank
-    settings: Mapping[str, Any]
-    resumes: bool
-    has_session: bool = False
-    on_session: Callable[[], None] = lambda: None
-
-
-#: The rank of this process, if Lockstep's launcher has started it for a session.
-started: list[Started] = []
 
 
 def with_settings_of_launch(script_settings: Mapping[str, Any]) -> dict[str, Any]:
