@@ -237,9 +237,6 @@ class TaskTraining(Training):
 
     # Checkpoints.
 
-    def _whole(self, content: dict[str, Any]) -> dict[str, Any]:
-        return self._parts.strategy.whole(content, self.rank.collectives, keep=self.rank.writer is not None)
-
     def _steady(self) -> Steady | None:
         """Keep weights and optimizer state as they are until the next update, which waits for their copy (one GPU).
 

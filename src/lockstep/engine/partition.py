@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lockstep._compat.torch import NormBase, watch_compiler
+from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import Group, all_reduce
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.rank_context import RankContext
@@ -75,6 +76,10 @@ class Divided:
     def pick(self, parameters: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
         """Pick as :func:`pick` does, of whole parameters, on every rank. Collective."""
         return pick(parameters, places)
+
+    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
+        """Merge the ranks' parts of a checkpoint's content, on ranks that ``keep`` it. Collective."""
+        return state
 
     def divided_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's whole state dict, as that of ``optimizer``."""

@@ -117,8 +117,8 @@ class Training:
                 from lockstep.engine.distributed.dtensor_state import own_part
 
                 content = own_part(content, is_main=rank.collectives.is_main)
-            else:
-                content = self._whole(content)
+            elif (divided := self._updates[0].divided) is not None:
+                content = divided.whole(content, rank.collectives, keep=rank.writer is not None)
             if rank.writer is not None:
                 content["frozen"] = frozen_names(self._module)
                 self.log.write(content, best=best, steady=self._steady())
@@ -140,10 +140,6 @@ class Training:
         if not self._divides:
             state.frozen = frozen_names(self._module)
         return {"state": self.log.current_state()}
-
-    def _whole(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Merge the ranks' parts of ``content``, on ranks with a writer. Collective if the model is divided."""
-        raise NotImplementedError
 
     def _steady(self) -> Steady | None:
         """Return the argument ``steady`` of :meth:`.HostBuffers.copy`."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.engine.distributed.dtensor_state import gathered
 from lockstep.engine.partition import Undivided
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.fsdp import ShardedModel, divide, through
@@ -76,11 +75,6 @@ class Shards:
         part = copy.copy(self._models[0])
         part.parameters = lambda: [p for group in optimizer.param_groups for p in group["params"]]  # type: ignore[method-assign]
         return part
-
-    def whole(self, content: dict[str, Any], *, keep: bool) -> dict[str, Any]:
-        """Join the ranks' parts of a checkpoint's content, on ranks that ``keep`` it. Collective."""
-        whole: dict[str, Any] = gathered(content, keep=keep)
-        return whole
 
     @contextmanager
     def silent(self) -> Iterator[None]:

@@ -441,9 +441,6 @@ class SessionTraining(Training):
 
     # Checkpoints.
 
-    def _whole(self, content: dict[str, Any]) -> dict[str, Any]:
-        return self._shards.whole(content, keep=self.rank.writer is not None) if self._shards else content
-
     def _trainer_state(self) -> dict[str, Any]:
         position = {
             "stage": self.stage,

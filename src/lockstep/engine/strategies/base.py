@@ -18,7 +18,6 @@ from lockstep.data.order import dropout_seed
 from lockstep.data.reader import GENERATORS, Unreadable
 from lockstep.data.requests import BatchRequest, Window
 from lockstep.engine.distributed.buffers import Buffers
-from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.staging import arrival
 from lockstep.engine.distributed.sync_batchnorm import ghost
 from lockstep.engine.loss import CheckedLoss, without_count
@@ -152,10 +151,6 @@ class Strategy:
         """What evaluation calls in place of the task's model; ``None``: the model."""
         # On a CPU to compile for evaluation, too, takes longer than it saves.
         return self._model if self._graphs else None
-
-    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
-        """Merge the parts that ranks have into a checkpoint, on ranks that ``keep`` it. Collective if sharded."""
-        return state
 
     def _begin(self) -> None:
         """Adapt to parameters that were frozen or unfrozen since the step before, and clear gradients."""

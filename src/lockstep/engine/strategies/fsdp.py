@@ -8,7 +8,7 @@ denominators of DDP, norm and finiteness of the *whole* gradient, ranks without 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import chain, pairwise
 from typing import Any, cast
 
@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from lockstep._compat.torch import SENT_TYPES, NormBase, foreach_norm, fsdp_reduce_scatter
 from lockstep.config import FsdpConfig
-from lockstep.data.requests import BatchRequest
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, restored
 from lockstep.engine.distributed.staging import all_reduce
@@ -126,6 +125,9 @@ class ShardedModel(Divided):
         finally:
             self.reduce_scatter.nothing = False
 
+    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
+        return cast(dict[str, Any], gathered(state, keep=keep))
+
     def strategy(self, task: Task, precision: Precision) -> FsdpStrategy:
         return FsdpStrategy(self.replica(task, precision), self)
 
@@ -161,18 +163,10 @@ class FsdpStrategy(RanksStrategy):
     def _make_reducer(self) -> Reducer:
         return step_sums(self._device, float(dist.get_world_size()))
 
-    def _micro_batch(self, request: BatchRequest, batch: Any, step: int, index: int, *, is_last: bool) -> None:
-        with ExitStack() as around:
-            if request.ghost:  # its passes leave no trace, here or in the reduction
-                around.enter_context(self._sharded.silent())
-                around.enter_context(self.passes.uncounted())
-            total, count = self._forward_pass(batch, step, self._rank + (index << 16))
-            if not request.ghost:
-                self._reducer.add(total, count, is_last=is_last)
+    def _ghost(self, batch: Any) -> None:
+        with self._sharded.silent(), self.passes.uncounted():  # no trace, here or in the reduction
+            total, _ = self._forward_pass(batch, 0, 0)
             self._backward(total)
-
-    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
-        return cast(dict[str, Any], gathered(state, keep=keep))
 
     def evaluating(self, task: Task) -> Task:
         return Through(task, lambda function, _, batch: through(self._sharded.root, function, batch))

@@ -122,10 +122,7 @@ class PipelineModel(Divided):
         return {number for number, parameter in enumerate(parameters) if id(parameter) in local_ids}
 
     def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
-        """Merge the parts that ranks hold into a checkpoint, on ranks that ``keep`` it. Collective.
-
-        One rank's part at a time is on the way.
-        """
+        # One rank's part at a time is on the way.
         assert self._optimizer is not None, "an optimizer is adopted before anything is saved"
         update = state["trainer"]["update"]
         numbers = self._numbers(self._optimizer)
@@ -179,9 +176,6 @@ class PipelineStrategy(Strategy):
         self._down.flush()
         self._up.flush()
         return self._reducer.reduced(step)
-
-    def whole(self, state: dict[str, Any], collectives: Collectives, *, keep: bool) -> dict[str, Any]:
-        return self._pipeline.whole(state, collectives, keep=keep)
 
     def evaluating(self, task: Task) -> Task:
         return Through(task, self._through_stages)
