@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lockstep.errors import ConfigError
-from lockstep.lightning import callbacks
 from lockstep.lightning.callbacks import ConfigurationCheck, JSONMetricsLogger, Upload
 from tests.gloo import run_ranks
 from tests.lightning.trainings import Probe, be_rank, make_trainer
@@ -127,13 +126,6 @@ def test_the_clean_up_of_an_upload_hides_no_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:  # before its mirror exists
         make_trainer(tmp_path, [Upload(target=str(tmp_path / "remote"))]).fit(Probe())
     assert refusal.value.__context__ is None
-
-
-def test_callbacks_that_are_gone_name_their_replacement() -> None:
-    for name in ("AgreedEarlyStopping", "DeviceMonitor", "LearningRate", "RunStatus", "StopOnSignal"):
-        with pytest.raises(ConfigError) as refusal:
-            getattr(callbacks, name)
-        assert refusal.value.fix
 
 
 def in_two_ranks(rank: int, ranks: int, folder: Path) -> dict[str, Any]:

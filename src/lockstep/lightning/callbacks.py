@@ -24,22 +24,7 @@ from lockstep.telemetry.loggers import as_row
 
 __all__ = ["ConfigurationCheck", "JSONMetricLogger", "JSONMetricsLogger", "Upload"]
 
-#: Callbacks of earlier versions, and their replacements.
-_GONE = {
-    "AgreedEarlyStopping": "Lightning's EarlyStopping, on a value logged with sync_dist=True",
-    "DeviceMonitor": "Lightning's DeviceStatsMonitor; lockstep.lightning.fit records the devices itself",
-    "LearningRate": "Lightning's LearningRateMonitor; lockstep.lightning.fit records the rate itself",
-    "RunStatus": "lockstep.lightning.fit, whose run folder has status, rows and checkpoints",
-    "StopOnSignal": "lockstep.lightning.fit, which stops on a signal with a checkpoint",
-}
-
 _log = logging.getLogger(__name__)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _GONE:
-        raise ConfigError(f"lockstep.lightning.callbacks.{name} is gone", fix=f"use {_GONE[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def logged_since(earlier: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
