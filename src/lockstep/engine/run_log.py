@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from lockstep.engine.resume import manifest_of
 from lockstep.engine.save_policy import SavePolicy, retained
 from lockstep.engine.state import EndedBy, RunResult, TrainState, judge
 from lockstep.engine.strategies.reducers import Flags
-from lockstep.errors import NonFiniteError, many
+from lockstep.errors import ConfigError, NonFiniteError, many
 from lockstep.events import EpochEnded, Evaluated, Note, RunEnded, RunStarted, StepLogged
 from lockstep.rundir.files import JsonLines, read_jsonl
 from lockstep.rundir.heartbeat import Activity, pulse
@@ -36,6 +37,17 @@ from lockstep.telemetry.loggers import monitored, row_name
 def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Convert logged values to numbers; a tensor has one value."""
     return {name: float(v.detach().item() if isinstance(v, Tensor) else v) for name, v in values.items()}
+
+
+def unreported(monitor: str, reported: Collection[str]) -> ConfigError:
+    """Make the error for evaluations without the monitored metric; ``reported``: the names of theirs."""
+    close = get_close_matches(monitor, reported, 1)
+    choice = "set checkpoint.monitor to one of these, with checkpoint.mode=min or max, or report it"
+    return ConfigError(
+        f"evaluations do not report {monitor!r}, the metric that judges the run (checkpoint.monitor)",
+        why=f"they report {', '.join(reported) or 'no metric'}",
+        fix=f"did you mean {close[0]}? Else {choice}" if close else choice,
+    )
 
 
 class LossMeter:
@@ -409,12 +421,10 @@ class RunLog:
 
     def _note_monitor(self, name: str, metrics: Mapping[str, float]) -> None:
         """Note once that evaluations do not report the monitored metric; ``name``: of the one in its place, if any."""
-        monitor = self._rank.plan.monitor
         stops_early = self._patience > 0
-        reported = " or ".join(other for other in metrics if row_name(other).startswith("val_"))
-        text = f"Without {monitor} no checkpoint is the best one{', and the run does not stop early' * stops_early}: "
-        choice = f"set checkpoint.monitor={reported} and checkpoint.mode=min or max, or report {monitor}."
-        text += choice if reported else "no evaluation reports it."
+        error = unreported(self._rank.plan.monitor, [name for name in metrics if row_name(name).startswith("val_")])
+        effect = "no checkpoint is the best one" + ", and the run does not stop early" * stops_early
+        text = f"{error.what[:1].upper()}{error.what[1:]}, so {effect}: {error.why}; {error.fix}."
         if name:
             text = f"There are several validation loaders: {name} is monitored. checkpoint.monitor sets another name."
         self.note_once("monitor_missing", text, "warning" if stops_early and not name else "info")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
@@ -15,8 +14,9 @@ from lockstep.engine.confusion import ConfusedSamples
 from lockstep.engine.evaluate import Evaluator, evaluate, evaluation
 from lockstep.engine.parts import Parts
 from lockstep.engine.rank_context import RankContext
+from lockstep.engine.run_log import unreported
 from lockstep.engine.task import Datasets, Task
-from lockstep.errors import ConfigError, TaskError, UnsupportedError
+from lockstep.errors import TaskError, UnsupportedError
 from lockstep.events import PictureDrawn, Remarked
 from lockstep.rundir.files import write_json, write_text
 from lockstep.telemetry.sinks import check_picture
@@ -65,15 +65,10 @@ class Validation:
         monitor = self._rank.plan.monitor
         sets = ["", *(f"{name}_" for name in self._datasets.named)]
         names = _by_row_name(dict.fromkeys(sets, metrics))
-        if monitor in names or monitor == Task.monitor[0]:
-            return
-        close = get_close_matches(monitor, names, 1)
-        raise ConfigError(
-            f"evaluations do not report {monitor!r}, the metric that judges the run (checkpoint.monitor)",
-            why=f"they report {', '.join(names)}",
-            fix=(f"did you mean {close[0]}? " if close else "name one of these. ")
-            + "If only later evaluations report it, set validation.sanity_steps=0",
-        )
+        if monitor not in names and monitor != Task.monitor[0]:
+            error = unreported(monitor, names)
+            error.fix += "; if only later evaluations report it, set validation.sanity_steps=0"
+            raise error
 
     def run(self) -> dict[str, float]:
         """Evaluate the validation data; return its numbers, named ``val_…``, and emit the task's remarks."""
