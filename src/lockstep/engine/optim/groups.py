@@ -11,14 +11,58 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lockstep._compat.torch import plain_name
+from lockstep._compat.torch import compiler_not_imported, plain_name
+from lockstep.engine.partition import Divided
 
 Names = list[list[str]]
-Settings = list[dict[str, Any]]
 
 
-def settings_of(optimizer: Optimizer) -> Settings:
-    return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+class StoredOptimizer:
+    """An optimizer in the checkpoints of its run.
+
+    Args:
+        named: parameters that its groups may have.
+        divided: the model, of which this process or its devices have parts.
+    """
+
+    def __init__(self, optimizer: Optimizer, named: Mapping[str, nn.Parameter], divided: Divided | None) -> None:
+        self._optimizer = optimizer
+        self._named = named
+        self._divided = divided
+        self._settings = [
+            copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+            for group in optimizer.param_groups
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        with compiler_not_imported():
+            optimizer = self._optimizer.state_dict()
+        names = None if self._divided is not None else names_of(self._optimizer, self._named)
+        return {"optimizer": optimizer, "names": names, "settings": self._settings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise :class:`ValueError` where the state cannot be one of this optimizer."""
+        optimizer = self._optimizer
+        with compiler_not_imported():
+            if self._divided is not None:
+                saved = self._divided.divided_state(state["optimizer"], optimizer)
+            else:
+                saved = fitted(state["optimizer"], state.get("names"), optimizer, self._named)
+            optimizer.load_state_dict(saved)
+        check_restored(optimizer)
+        match_layouts(optimizer)
+
+    def restore_changed(self, state: Mapping[str, Any], *, keep: Sequence[str]) -> None:
+        """Put back settings, but those to ``keep``, that the configuration has changed since ``state`` was saved.
+
+        Others stay as the checkpoint has them: some optimizers keep estimates in their groups (Prodigy, Schedule-Free).
+        """
+        saved = state.get("settings") or []
+        for number, (group, settings) in enumerate(zip(self._optimizer.param_groups, self._settings, strict=False)):
+            before = saved[number] if number < len(saved) else {}
+            for name, value in settings.items():
+                if name not in keep and (name not in before or not _same(value, before[name])):
+                    group[name] = value
 
 
 def names_of(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Names:
@@ -56,18 +100,6 @@ def fitted(
         "state": {moved[old]: state for old, state in saved["state"].items() if old in moved},
         "param_groups": [{**group, "params": [numbers[name] for name in ours]} for group, ours in groups],
     }
-
-
-def restore_changed(optimizer: Optimizer, now: Settings, then: Settings | None, *, keep: Sequence[str] = ()) -> None:
-    """Put back settings that the configuration has changed since a loaded checkpoint was saved.
-
-    Others stay as the checkpoint has them: some optimizers keep estimates in their groups (Prodigy, Schedule-Free).
-    """
-    for number, (group, settings) in enumerate(zip(optimizer.param_groups, now, strict=False)):
-        before = then[number] if then is not None and number < len(then) else {}
-        for name, value in settings.items():
-            if name not in keep and (name not in before or not _same(value, before[name])):
-                group[name] = value
 
 
 def _same(value: Any, saved: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep._compat.torch import amp_unscale_, compiler_not_imported, foreach_mul_, foreach_norm, takes_found_inf
 from lockstep.config import AveragingConfig
-from lockstep.engine.optim import groups, optimizers
+from lockstep.engine.optim import optimizers
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.fused_adam import AdamKernel
+from lockstep.engine.optim.groups import StoredOptimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.rates import Rates, scheduler_of
 from lockstep.engine.partition import Divided
@@ -40,6 +41,31 @@ def _clipping(norm: Tensor | float, max_norm: float) -> Tensor | float:
     if isinstance(norm, float):
         return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
     return torch.where(torch.isfinite(norm), (max_norm / (norm + 1e-6)).clamp(max=1.0), torch.nan)
+
+
+class Gradients:
+    """The gradients of ``parameters`` on this process. ``divided``: the model, of which it has parts."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], divided: Divided | None) -> None:
+        self._parameters = parameters
+        self._divided = divided
+        self._has_complex = any(parameter.is_complex() for parameter in parameters)
+        self._one_norm = len({(p.device, p.dtype) for p in parameters}) == 1
+
+    def tensors(self) -> list[Tensor]:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._has_complex or any(gradient.is_sparse for gradient in gradients):
+            gradients = [_dense(p) for p in self._parameters if p.grad is not None]
+        return gradients if self._divided is None else self._divided.local(gradients)
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Compute the global L2 norm; ``get_total_norm`` would first sort the tensors by device and dtype."""
+        if self._divided is not None:
+            return self._divided.total_norm(gradients)
+        if not self._one_norm or not gradients:
+            return torch.nn.utils.get_total_norm(gradients)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0)))
+        return norm
 
 
 class Update:
@@ -74,19 +100,17 @@ class Update:
         self.max_norm = max_norm
         self.divided = divided
         self.averages = Averages(AveragingConfig(), nn.Module(), 0)
-        self._parameters = list(named.values()) if divided is None else divided.parameters()
+        self._stored = StoredOptimizer(optimizer, named, divided)
+        parameters = list(named.values()) if divided is None else divided.parameters()
+        self._gradients = Gradients(parameters, divided)
         # A stage of a pipeline may have none.
-        device = self._parameters[0].device if self._parameters else precision.seed().device
+        device = parameters[0].device if parameters else precision.seed().device
         self._on_host = device.type == "cpu"
         self._step = AdamKernel(optimizer)
-        self._has_complex = any(parameter.is_complex() for parameter in self._parameters)
-        self._one_norm = len({(p.device, p.dtype) for p in self._parameters}) == 1
         self._fused = takes_found_inf(optimizer)
         self._found_inf = torch.zeros((), device=device)
         self._skipped = torch.zeros((), device=device)
         self._factor = torch.zeros((), dtype=torch.float64, device=device)
-        self._named = named
-        self._settings = groups.settings_of(optimizer)
         self.grad_norm: Tensor | float | None = None
         self.waits_for: torch.cuda.Event | None = None
         self.after_backward: Callable[[], None] | None = None
@@ -116,7 +140,7 @@ class Update:
 
     def _apply(self, count: Tensor | float, divisor: float, want_norm: bool) -> None:
         counted = count != 0 if isinstance(count, Tensor) else None  # whether there were items, if the host cannot know
-        gradients = self._gradients()
+        gradients = self._gradients.tensors()
         seed = self.precision.seed_value() if self._on_host else self.precision.seed()
         # Σ count = 0 gives inf, then NaN gradients, then a skipped step, on every rank alike.
         factor = divisor / (seed * count)
@@ -124,9 +148,9 @@ class Update:
             foreach_mul_(gradients, factor)  # otherwise they are divided as they are clipped
             factor = 1.0
             self.after_backward()
-            gradients = self._gradients()
+            gradients = self._gradients.tensors()
         if want_norm or self.max_norm is not None:
-            total_norm = self._norm(gradients)
+            total_norm = self._gradients.norm(gradients)
             norm = (total_norm.item() if self._on_host else total_norm) * factor
             self.grad_norm = norm if counted is None else torch.where(counted, norm, 0.0)
             if self.max_norm is not None:
@@ -138,21 +162,6 @@ class Update:
             self._step()
         self._skipped += found_inf if counted is None else found_inf * counted
         self.precision.update(found_inf, counted)
-
-    def _gradients(self) -> list[Tensor]:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if self._has_complex or any(gradient.is_sparse for gradient in gradients):
-            gradients = [_dense(p) for p in self._parameters if p.grad is not None]
-        return gradients if self.divided is None else self.divided.local(gradients)
-
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """Compute the global L2 norm; ``get_total_norm`` would first sort the tensors by device and dtype."""
-        if self.divided is not None:
-            return self.divided.total_norm(gradients)
-        if not self._one_norm or not gradients:
-            return torch.nn.utils.get_total_norm(gradients)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0)))
-        return norm
 
     def _unscale(self, gradients: list[Tensor], factor: Tensor | float) -> Tensor:
         """Multiply by ``factor``, and note a gradient that is not finite: one pass, in GradScaler's kernel."""
@@ -169,12 +178,8 @@ class Update:
         return self._found_inf
 
     def state_dict(self) -> dict[str, Any]:
-        with compiler_not_imported():
-            optimizer = self.optimizer.state_dict()
         return {
-            "optimizer": optimizer,
-            "names": None if self.divided is not None else groups.names_of(self.optimizer, self._named),
-            "settings": self._settings,
+            **self._stored.state_dict(),
             "precision": self.precision.state_dict(),
             "skipped": self.skipped,
             "averages": self.averages.trained(),
@@ -182,18 +187,10 @@ class Update:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        optimizer = state["optimizer"]
-        with compiler_not_imported():
-            if self.divided is not None:
-                optimizer = self.divided.divided_state(optimizer, self.optimizer)
-            else:
-                optimizer = groups.fitted(optimizer, state.get("names"), self.optimizer, self._named)
-            self.optimizer.load_state_dict(optimizer)
-        groups.check_restored(self.optimizer)
-        groups.match_layouts(self.optimizer)
+        self._stored.load_state_dict(state)
         keep = ("lr", "initial_lr") if self.rates.load_state_dict(state) else ()
         self.averages.restore(state.get("averages"))
-        groups.restore_changed(self.optimizer, self._settings, state.get("settings"), keep=keep)
+        self._stored.restore_changed(state, keep=keep)
         self.precision.load_state_dict(state["precision"])
         self._skipped.fill_(state["skipped"])
 
