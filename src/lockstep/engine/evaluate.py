@@ -88,20 +88,6 @@ class Evaluator:
             for start in starts
         ]
 
-    @contextlib.contextmanager
-    def walk(
-        self, model: nn.Module, dataset: Any, collate: Callable[[Any], Any], *, limit: int | None = None
-    ) -> Iterator[Iterator[tuple[BatchRequest, Any]]]:
-        """Yield this rank's chunks of ``dataset`` and their batches, on its device, with ``model`` in evaluation mode.
-
-        Generators and the training flag of every module are afterwards as they were.
-        """
-        source = Source(dataset, collate, self.seed, InOrder())
-        devices = list(dict.fromkeys((self.device, *(parameter.device for parameter in model.parameters()))))
-        batches = self._batches(self.chunks(len(dataset), limit=limit), source, devices)
-        with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING), contextlib.closing(batches):
-            yield batches
-
     def rounds(
         self,
         model: nn.Module,
@@ -114,12 +100,17 @@ class Evaluator:
     ) -> Iterator[list[Any]]:
         """Yield the results of ``compute(batch, chunk)`` for as many chunks as there are ranks, in order. Collective.
 
+        ``model`` is in evaluation mode. Generators and the training flags of its modules are afterwards as they were.
+
         Args:
             limit: chunks of all ranks; ``None``: all.
             on_all_ranks: whether all ranks get the results; else rank 0 does, and the lists of the others are empty.
         """
         send = self.collectives.all_gather if on_all_ranks else self.collectives.gather
-        with self.walk(model, dataset, collate, limit=limit) as batches:
+        source = Source(dataset, collate, self.seed, InOrder())
+        devices = list(dict.fromkeys((self.device, *(parameter.device for parameter in model.parameters()))))
+        batches = self._batches(self.chunks(len(dataset), limit=limit), source, devices)
+        with generators_kept(), evaluating(model), pulse.during(Activity.EVALUATING), contextlib.closing(batches):
             for request, batch in batches:
                 result = None
                 if request.size:
