@@ -27,7 +27,7 @@ from lockstep.engine.optim.optimizers import build_optimizer
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.partition import Undivided
-from lockstep.engine.rank_context import RankContext, writing
+from lockstep.engine.rank_context import Attempt, RankContext, open_writer
 from lockstep.engine.resume import load_shared, load_weights
 from lockstep.engine.strategies.base import Flags, Replica, Strategy
 from lockstep.engine.strategies.fsdp import FsdpStrategy, ShardedModel
@@ -335,7 +335,16 @@ def test_each_rank_writes_its_part(divided: Divided) -> None:
 
 def is_writing_part(world: World, folder: Path) -> bool:
     plan = Plan.model_construct(decisions=by_key([Decision("checkpoints", "", True, "")]))
-    with writing(RunDir(folder), world, RunConfig(), plan, Collectives(world), RecordingSink()) as writer:
+    attempt = Attempt(
+        run_dir=RunDir(folder),
+        world=world,
+        config=RunConfig(),
+        plan=plan,
+        number=1,
+        sink=RecordingSink(),
+        stop_signal=lambda: None,
+    )
+    with open_writer(attempt, Collectives(world)) as writer:
         return writer is not None and writer.store.takes_parts
 
 
