@@ -183,7 +183,7 @@ class Loop:
     def _stop_if_asked(self) -> None:
         """End the process after a checkpoint, if the ranks have agreed to. Raises :class:`Stopped`."""
         log = self._training.log if self._training else None
-        if log is not None and log.ended_by is not None and not log.is_completed:
+        if log is not None and log.ended_by not in (None, "completed"):
             end_script(128 + (self._joined.stop.requested or 15) if log.ended_by == "signal" else 0)
 
     def _end_epoch(self, row: dict[str, float]) -> None:

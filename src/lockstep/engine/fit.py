@@ -23,6 +23,7 @@ from lockstep.engine.resume import load_best
 from lockstep.engine.run_log import RunLog, record_samples
 from lockstep.engine.state import EndedBy, RunResult
 from lockstep.engine.task import Datasets, Task
+from lockstep.engine.trained import train_mode
 from lockstep.engine.training import Training
 from lockstep.engine.training_data import begin_epoch, loaded, walk
 from lockstep.engine.validation import Validation
@@ -147,7 +148,7 @@ class TaskTraining(Training):
             settled=self._validation.settle_loader,
         )
         self._task_hooks = self._task.hooks()
-        self._parts.train()
+        train_mode(self._module)
         self._task._lockstep_context.is_training = True
         self.log.unpause()
         pulse.at(Activity.FIRST_STEP, state.step)

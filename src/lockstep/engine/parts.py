@@ -14,7 +14,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.state import TrainState
 from lockstep.engine.strategies.base import Strategy
 from lockstep.engine.strategies.reducers import Flags
-from lockstep.engine.trained import Callbacks, bare, train_mode
+from lockstep.engine.trained import Callbacks, bare
 from lockstep.events import Note
 
 
@@ -67,9 +67,6 @@ class Parts(NamedTuple):
         state.advance(len(window.requests), window.size, window.epoch, window.stop)
         ended = plan.batch.window(window.stop) is None
         return StepResult(state.step, window, update.rates.lr, reduced.total, reduced.count, ended, reduced.flags)
-
-    def train(self) -> None:
-        train_mode(self.strategy.module)
 
     def remark(self, text: str | None) -> None:
         if text:

@@ -151,10 +151,6 @@ class RunLog:
         """Seconds of training, earlier attempts included."""
         return self._earlier_s + time.monotonic() - self._started
 
-    @property
-    def is_completed(self) -> bool:
-        return self.ended_by is EndedBy.COMPLETED
-
     def is_logged(self, step: int) -> bool:
         return step % self._rank.config.telemetry.log_interval == 0 or step == self.total
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from lockstep._compat import torch as _compat
 from lockstep._compat.torch import differ, foreach_mul_, guard_step, versions
 from lockstep.data.requests import BatchRequest
-from lockstep.engine.distributed.buffers import Buffers
 from lockstep.engine.optim.averages import Averages
 from lockstep.engine.optim.optimizers import check_sparse
 from lockstep.engine.optim.precision import Precision
@@ -387,12 +386,6 @@ class SessionOptimizer:
         for parameter in self._parameters:
             parameter.grad = None
         self._forget()
-
-
-def lanes_of(rank: RankContext, buffers: Buffers) -> LaneSums | None:
-    """Sums the buffers of the lanes of an exact run, if there are some that change."""
-    changes = rank.plan.reproducibility == "exact" and buffers.tensors("mean", "max", "once")
-    return LaneSums((), buffers, rank.device, rank.world) if changes else None
 
 
 def build_steppers(

@@ -24,9 +24,9 @@ from lockstep.engine.session.stepper import (
     SharedPrecision,
     backward,
     build_steppers,
-    lanes_of,
 )
 from lockstep.engine.strategies.base import Passes
+from lockstep.engine.strategies.exact import LaneSums
 from lockstep.engine.strategies.reducers import Flags, Reduced
 from lockstep.engine.training import Training
 from lockstep.errors import TaskError, UnsupportedError
@@ -88,7 +88,10 @@ class SessionTraining(Training):
         #: By optimizer; the log has that of the first one.
         self._losses = {name: LossMeter(rank.device) for name in self.steppers}
         self._losses[next(iter(self.steppers))] = self.log.losses
-        self._lanes = lanes_of(rank, self._buffers)
+        #: Sums the buffers of an exact run's lanes, if there are some that change.
+        self._lanes: LaneSums | None = None
+        if exact and self._buffers.tensors("mean", "max", "once"):
+            self._lanes = LaneSums((), self._buffers, rank.device, rank.world)
         self.draws = passes.draws
         self._generator = torch.Generator(rank.device)
         self._part = 0
