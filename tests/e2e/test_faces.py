@@ -51,9 +51,10 @@ def parts(entry: Entry) -> tuple[Task, Any, nn.Module, torch.optim.Optimizer, fl
     return task, data.train, model, optimizer, entry.settings.get("training", {}).get("max_grad_norm", 1.0)
 
 
-def by_session(entry: Entry, folder: Path) -> Weights:
+def by_session(entry: Entry, folder: Path | None, mode: str = "fast") -> Weights:
     task, train, model, optimizer, clip = parts(entry)
-    with lockstep.Session(QUIET, global_batch_size=GLOBAL_BATCH, seed=SEED, save_dir=folder) as session:
+    settings = {**QUIET, "training": {**QUIET["training"], "reproducibility": mode}}
+    with lockstep.Session(settings, global_batch_size=GLOBAL_BATCH, seed=SEED, save_dir=folder) as session:
         model, optimizer = session.prepare(model, optimizer)
         for _ in session.epochs(EPOCHS):
             model.train()
@@ -62,6 +63,11 @@ def by_session(entry: Entry, folder: Path) -> Weights:
                 session.backward(total.sum(), count=count)
                 session.step(optimizer, max_norm=clip)
     return dict(model.state_dict())
+
+
+def on_a_rank(name: str, mode: str) -> Weights:
+    """Train the entry of this name as one of the ranks that have been started."""
+    return by_session(next(entry for entry in ENTRIES if entry.name == name), None, mode)
 
 
 def by_lightning(entry: Entry, folder: Path) -> Weights:
@@ -135,4 +141,23 @@ def problems(face: str, entries: list[Entry], folder: Path) -> list[str]:
 def test_a_face_trains_the_entries_as_the_plain_loop(face: str, entries: list[Entry], tmp_path: Path) -> None:
     with without_fsync():
         found = problems(face, entries, tmp_path)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "entries", [ENTRIES[::16], pytest.param(ENTRIES, marks=pytest.mark.drill)], ids=["some", "all"]
+)
+def test_a_session_on_two_ranks_trains_the_entries_as_on_one(entries: list[Entry], tmp_path: Path) -> None:
+    """In exact mode bit for bit, and in fast mode as the plain loop."""
+    found = []
+    for number, entry in enumerate(entry for entry in entries if entry.name not in OTHERS["session"]):
+        alone = by_session(entry, tmp_path / f"{number}", "exact")
+        for mode, expected, tolerance in (("exact", alone, 0.0), ("fast", plain(entry), entry.tolerance)):
+            folder = tmp_path / f"{number}-{mode}"
+            pair = lockstep.Session.launch(on_a_rank, entry.name, mode, devices="cpu,cpu", save_dir=folder)
+            gaps = {name: gap(pair[name], value) for name, value in expected.items()}
+            if not (max(gaps.values()) <= tolerance or (mode == "fast" and entry.depends_on_cut)):
+                found.append(f"{entry.name}, {mode}: {gaps}")
     assert not found, "\n".join(found)

@@ -290,9 +290,7 @@ def test_a_run_by_class_is_predicted_with_its_arguments(config: Path, capsys: py
     assert main(["predict", "out"]) == 2
     said = capsys.readouterr().err
     command = said[said.index("lockstep lightning predict") :].split("`")[0]
-    words = command.replace("--data DATAMODULE ", "").replace("MODULE", "tests.lightning.trainings.Kept").split()
-    words += ["--seed_everything", "false"]
-    assert run(words[2:]) == 0
+    assert run([*command.split()[2:], "--seed_everything", "false"]) == 0
     assert torch.load(config.parent / "out" / "predictions.pt") == [[0, 10], [20, 30], [40]]
 
 

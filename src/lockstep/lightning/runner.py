@@ -97,7 +97,7 @@ class ModuleRunner(TaskRunner):
         return evaluate_checkpoint(self.task, reopened)
 
     def check_prediction(self, run: Path) -> None:
-        command = f"lockstep lightning predict --model MODULE --data DATAMODULE --ckpt_path {run}"
+        command = f"lockstep lightning predict {self.task.cli_arguments} --ckpt_path {run}"
         raise UnsupportedError(
             "lockstep predict is not available for a LightningModule",
             why="its predict_step belongs to Lightning's Trainer",
