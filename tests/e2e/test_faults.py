@@ -216,11 +216,13 @@ def test_a_rank_that_hangs_in_its_loss(tmp_path: Path, fault: str, says: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.drill)])
-def test_a_rank_whose_loader_hangs_is_named(tmp_path: Path, torchrun: bool) -> None:
+def test_a_loaders_worker_that_hangs_is_named_with_the_line_that_it_is_at(tmp_path: Path, torchrun: bool) -> None:
     arguments = (*QUIET, *SAVING, "--num-workers", "1", "--set", "task.fault=data", "--set", "launch.hang_timeout_s=3")
     with drive(tmp_path, *arguments, torchrun=torchrun) as run:
         output = run.finish(1)
-    assert re.search(r"rank 1 has made no progress for \d+ s, in step \d, waiting for data: ", output), output
+    line = f"{faulty.__file__}:{line_of('__getitem__', 'of the disk')} in __getitem__"
+    says = rf"rank 1 has made no progress for \d+ s, in step \d, waiting for data: its loader's worker \d+ is at {line}"
+    assert re.search(says, output), output
     assert "--num-workers 0" in output
     run.resume()
 

@@ -40,6 +40,7 @@ from lockstep.launch.process.rank_log import (
     Frame,
     Stack,
     ask_stack,
+    ask_workers,
     leave,
     log_file,
     stacks_on_request,
@@ -103,6 +104,7 @@ class Watchdog(threading.Thread):
         crowd_s = _INTERVAL_OF_RANK_S * world.size
         self.interval_s = max(_LEAST_INTERVAL_S, timeout_s / _BEATS_IN_TIMEOUT, crowd_s)
         self._wait_s = min(self.interval_s, max(_ASKED_INTERVAL_S, crowd_s))
+        self._worker_place: str | None = None
         self._has_ended = False
         self._host = socket.gethostname()
         self._sent = 0
@@ -204,6 +206,11 @@ class Watchdog(threading.Thread):
         self._sent += 1
         node = self._host if self._world.nodes > 1 else ""
         at = hang.standstill(self._world.rank, sign, stack, silent_s=silent_s, node=node)
+        if not (stack and at.waits_for_data):
+            self._worker_place = None
+        elif self._worker_place is None:  # asked once in a standstill
+            self._worker_place = ask_workers(at.rank, self._logs)
+        at = at.model_copy(update={"place": self._worker_place or at.place})
         limit_s = hang.silence_limit_s(sign.activity, self._timeout_s)
         # Metrics may take any time to compute, but not to reduce.
         waits = sign.activity is Activity.COMPUTING_METRICS and bool(stack) and stack[0].is_collective
@@ -249,7 +256,7 @@ def watched(
     """End this process with exit code 1 when no rank has made progress in the body for ``timeout_s``.
 
     It also ends when a collective call has expired and another rank reports its position.
-    It writes its stacks to the rank's log on request.
+    It and its loader workers write their stacks to the rank's log on request.
 
     Args:
         logs: the folder of the ranks' logs. A launcher reads the failure there, and prints it.

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TextIO
 
+import psutil
+
 #: Begins every line that Lockstep itself writes into a rank's log.
 MARK = "--- lockstep: "
 #: How many of a rank's last lines a report shows.
@@ -173,6 +175,29 @@ def ask_stack(pid: int, rank: int, logs: Path, title: str) -> Stack:
             time.sleep(0.1)  # also for what comes after the first lines
             stack = parse_stack(_read(file, start))
     return stack
+
+
+def ask_workers(rank: int, logs: Path) -> str:
+    """Ask the loader workers of this process, which is ``rank``, for their stacks; the place of the first that answers.
+
+    Workers are forks, so they have this rank's answer to :data:`SIGNAL`, and write to its log.
+    """
+    deadline = time.monotonic() + WAIT_S
+    for worker in psutil.Process().children():
+        if time.monotonic() < deadline and _takes_signal(worker.pid):
+            title = f"waits for its loader's worker {worker.pid}; that one's threads are at"
+            stack = ask_stack(worker.pid, rank, logs, title)
+            if stack:
+                return f"its loader's worker {worker.pid} is at {place_of(stack)}"
+    return ""
+
+
+def _takes_signal(pid: int) -> bool:
+    """Return whether a process handles :data:`SIGNAL`, which ends any other one; see proc_pid_status(5)."""
+    with contextlib.suppress(OSError, ValueError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (SIGNAL - 1) & 1)
+    return False
 
 
 def _read(log: Path, start: int) -> str:
