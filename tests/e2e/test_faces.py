@@ -6,7 +6,8 @@ callbacks, hooks and modules of a task nor its context, and no draws that only a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def on_a_rank(name: str, mode: str) -> Weights:
     return by_session(next(entry for entry in ENTRIES if entry.name == name), None, mode)
 
 
-def by_lightning(entry: Entry, folder: Path) -> Weights:
+def by_lightning(entry: Entry, folder: Path, devices: Sequence[str] = ("cpu",)) -> Weights:
     from lightning.pytorch import LightningModule
 
     from lockstep.lightning import fit
@@ -91,14 +92,13 @@ def by_lightning(entry: Entry, folder: Path) -> Weights:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer
 
-    loader = DataLoader(train, GLOBAL_BATCH, shuffle=True, collate_fn=task.collate)
+    loader = DataLoader(train, GLOBAL_BATCH // len(devices), shuffle=True, collate_fn=task.collate)
     training = {**QUIET["training"], "epochs": EPOCHS, "seed": SEED, "max_grad_norm": clip}
     config = {**QUIET, "training": training, "save_dir": str(folder)}
-    fit(Module(), loader, hardware={"selected_devices": ["cpu"]}, config=config)
-    return dict(model.state_dict())
+    run = fit(Module(), loader, hardware={"selected_devices": devices}, config=config)
+    return {name.removeprefix("model."): value for name, value in run.load_model("last").state_dict().items()}
 
 
-FACES: dict[str, Callable[[Entry, Path], Weights]] = {"session": by_session, "lightning": by_lightning}
 _CLIPS = "the gradients of the optimizer's parameters are clipped, not those of the whole model"
 _DRAWS = "what a data set draws depends on epoch and rank, not on the sample"
 #: By face, entries that it does not train as the plain loop does, and why.
@@ -113,6 +113,10 @@ OTHERS: dict[str, dict[str, str]] = {
         "Subset of a data set with sample(index, rng)": _DRAWS,
     },
 }
+FACES: dict[str, Callable[[Entry, Path], Weights]] = {"session": by_session, "lightning": by_lightning}
+TWO_RANKS = "lightning on two ranks"
+FACES[TWO_RANKS] = partial(by_lightning, devices=("cpu", "cpu"))
+OTHERS[TWO_RANKS] = OTHERS["lightning"]
 
 
 def problems(face: str, entries: list[Entry], folder: Path) -> list[str]:
@@ -135,9 +139,13 @@ def problems(face: str, entries: list[Entry], folder: Path) -> list[str]:
     return found
 
 
+SLOW = [pytest.param(TWO_RANKS, ENTRIES[::16], marks=pytest.mark.slow, id=f"{TWO_RANKS}, some")]
+SOME = [pytest.param(face, ENTRIES[::6], id=f"{face}, some") for face in ("session", "lightning")]
+ALL = [pytest.param(face, ENTRIES, marks=pytest.mark.drill, id=f"{face}, all") for face in FACES]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("entries", [ENTRIES[::6], pytest.param(ENTRIES, marks=pytest.mark.drill)], ids=["some", "all"])
+@pytest.mark.parametrize(("face", "entries"), [*SOME, *SLOW, *ALL])
 def test_a_face_trains_the_entries_as_the_plain_loop(face: str, entries: list[Entry], tmp_path: Path) -> None:
     with without_fsync():
         found = problems(face, entries, tmp_path)
@@ -147,17 +155,25 @@ def test_a_face_trains_the_entries_as_the_plain_loop(face: str, entries: list[En
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "entries", [ENTRIES[::16], pytest.param(ENTRIES, marks=pytest.mark.drill)], ids=["some", "all"]
+    ("ranks", "entries"),
+    [
+        pytest.param(2, ENTRIES[::16], id="2 ranks, some"),
+        pytest.param(2, ENTRIES, marks=pytest.mark.drill, id="2 ranks, all"),
+        pytest.param(3, ENTRIES[::4], marks=pytest.mark.drill, id="3 ranks, some"),
+    ],
 )
-def test_a_session_on_two_ranks_trains_the_entries_as_on_one(entries: list[Entry], tmp_path: Path) -> None:
+def test_a_session_on_several_ranks_trains_the_entries_as_on_one(
+    ranks: int, entries: list[Entry], tmp_path: Path
+) -> None:
     """In exact mode bit for bit, and in fast mode as the plain loop."""
     found = []
     for number, entry in enumerate(entry for entry in entries if entry.name not in OTHERS["session"]):
         alone = by_session(entry, tmp_path / f"{number}", "exact")
         for mode, expected, tolerance in (("exact", alone, 0.0), ("fast", plain(entry), entry.tolerance)):
             folder = tmp_path / f"{number}-{mode}"
-            pair = lockstep.Session.launch(on_a_rank, entry.name, mode, devices="cpu,cpu", save_dir=folder)
-            gaps = {name: gap(pair[name], value) for name, value in expected.items()}
+            devices = ",".join(["cpu"] * ranks)
+            weights = lockstep.Session.launch(on_a_rank, entry.name, mode, devices=devices, save_dir=folder)
+            gaps = {name: gap(weights[name], value) for name, value in expected.items()}
             if not (max(gaps.values()) <= tolerance or (mode == "fast" and entry.depends_on_cut)):
                 found.append(f"{entry.name}, {mode}: {gaps}")
     assert not found, "\n".join(found)
