@@ -15,7 +15,8 @@ DEVICES ?=
 ARGS ?=
 # Test processes (one more than cores, since many tests wait for other processes), and further arguments of pytest:
 # make test TESTS=tests/planning PYTEST_ARGS=-x
-JOBS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
+CORES = $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")
+JOBS ?= $(shell expr $(CORES) + 1)
 PARALLEL = -n $(JOBS) --maxprocesses 4 --maxschedchunk 8
 TESTS ?= tests
 PYTEST_ARGS ?=
@@ -24,14 +25,14 @@ PYTEST_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow check coverage lint types texts docs drills clean browser smoke-oldest compat
+.PHONY: help setup train test slow check coverage lint types names texts docs drills clean browser smoke-oldest compat
 
 help: ## show this list
 	@echo "make train    set up, then train the HAR task on every GPU, or on two CPU ranks without one"
 	@echo "              (make train DEVICES=gpu:0 ARGS='--epochs 5')"
 	@echo "make test     set up, then run the tests"
 	@echo "make slow     the tests that take several seconds each: faults, engines, long journeys (CI runs them, too)"
-	@echo "make check    lint, and the tests that start no other process"
+	@echo "make check    lint, and the short tests that start no other process"
 	@echo "make coverage the test suite, with the coverage of every process that a test starts"
 	@echo "make setup    make $(VENV) and install Lockstep with the tested versions, and the tools of its tests"
 	@echo "make lint     ruff (rules and format), mypy, words, names and spelling"
@@ -79,23 +80,27 @@ test: setup browser ## the tests
 slow: setup browser ## the tests that take several seconds each
 	$(RUN) -m pytest $(PARALLEL) -m "slow and not drill" $(PYTEST_ARGS) $(TESTS)
 
+# One test process a core: few of these tests wait, and each process imports torch and collects for seconds.
+check: JOBS = $(CORES)
 check: lint ## lint, and the tests without ranks, commands or a browser
-	$(RUN) -m pytest $(PARALLEL) -m "not drill and not processes and not slow" $(PYTEST_ARGS) $(TESTS)
+	$(RUN) -m pytest $(PARALLEL) -m "not drill and not processes and not long and not slow" $(PYTEST_ARGS) $(TESTS)
 
 coverage: setup browser ## coverage of every process that the tests start
 	$(RUN) -m pytest $(PARALLEL) -m "not drill" --cov=lockstep --cov-report=term $(PYTEST_ARGS) $(TESTS)
 
 lint: setup ## ruff, mypy, words, names and spelling of the documentation
-	@$(MAKE) --no-print-directory --jobs=2 types texts
+	@$(MAKE) --no-print-directory --jobs=4 types names texts
 
 types:
 	$(RUN) -m mypy
+
+names:
+	$(RUN) scripts/names.py --check
 
 texts:
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) scripts/words.py
-	$(RUN) scripts/names.py --check
 	$(RUN) -m codespell_lib README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CODE_OF_CONDUCT.md docs examples src/lockstep
 
 docs: setup ## the site, in build/site

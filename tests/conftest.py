@@ -59,6 +59,7 @@ STARTING_PARTS = {
     "bench",
     "benchmarks",
     "browser",
+    "compat/test_lightning.py",
     "dist",
     "e2e",
     "examples",
@@ -72,14 +73,20 @@ STARTING_PARTS = {
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`make check` does not import what it would leave out: Lightning and playwright take seconds."""
-    part = collection_path.parent == ROOT / "tests" and collection_path.name in STARTING_PARTS
-    return True if part and "not processes" in config.getoption("markexpr") else None
+    return True if _is_starting(collection_path) and "not processes" in config.getoption("markexpr") else None
+
+
+def _is_starting(path: Path) -> bool:
+    """Whether a file of tests or its folder is in ``STARTING_PARTS``."""
+    if not path.is_relative_to(ROOT / "tests"):
+        return False
+    part = path.relative_to(ROOT / "tests")
+    return not STARTING_PARTS.isdisjoint({part.as_posix(), *part.parts[:1]})
 
 
 def _starts_processes(item: pytest.Item) -> bool:
-    part = item.path.relative_to(ROOT / "tests").parts[0]
     names = {*vars(item.module), *item.fixturenames}  # type: ignore[attr-defined]
-    return part in STARTING_PARTS or bool(names & STARTERS)
+    return _is_starting(item.path) or bool(names & STARTERS)
 
 
 def _has_gpu() -> bool:

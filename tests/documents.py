@@ -174,6 +174,14 @@ def _in_sentences(text: str) -> Iterator[Command]:
     yield from (Command(code, False) for code in words if PROGRAM.match(code + " "))
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """A module or statement and the statements in it, at any depth: a tenth of the nodes of :func:`ast.walk`."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from statements(child)
+
+
 def _text(document: Path) -> str:
     """The prose of a document, with commands in blocks or between backticks."""
     content = document.read_text(encoding="utf-8")
@@ -188,6 +196,6 @@ def _text(document: Path) -> str:
         return "".join(f"    {line}\n" if PROGRAM.match(line) else f"{line}\n" for line in lines)
     if document.suffix == ".py":
         owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        nodes = (node for node in ast.walk(ast.parse(content)) if isinstance(node, owners))
+        nodes = (node for node in statements(ast.parse(content)) if isinstance(node, owners))
         return "\n\n".join(ast.get_docstring(node) or "" for node in nodes).replace("``", "`") + "\n"
     return content

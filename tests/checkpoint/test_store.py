@@ -196,6 +196,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=40)
 @given(
     st.dictionaries(

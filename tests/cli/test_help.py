@@ -83,6 +83,7 @@ def test_the_reference_is_what_the_code_says() -> None:
     }
 
 
+@pytest.mark.long
 def test_messages_are_listed_by_code() -> None:
     listed = load_generator().error_messages()
     usage = listed.partition("### WRONG_USAGE")[2].partition("\n### ")[0]

@@ -173,6 +173,7 @@ def test_padding_does_not_count(tmp_path: Path, pack: bool) -> None:
     torch.testing.assert_close(found[0][2], found[1][2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [0, 2])
 def test_a_model_of_transformers_is_saved_in_its_format_and_as_a_program(tmp_path: Path, lora: int) -> None:
     library = pytest.importorskip("transformers")
@@ -214,6 +215,7 @@ def test_an_export_has_the_tokenizer_as_transformers_reads_it(tmp_path: Path) ->
         task(written(tmp_path), model=tmp_path / "pretrained").model()
 
 
+@pytest.mark.long
 def test_a_model_of_a_config_file_has_float32_weights_and_that_of_a_folder_its_own(tmp_path: Path) -> None:
     library = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -237,6 +239,7 @@ def test_a_text_model_with_pictures_is_trained_on_texts(tmp_path: Path) -> None:
     assert total.item() == pytest.approx(int(count) * math.log(257), rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "settings", "text"),
     [

@@ -136,6 +136,7 @@ def test_a_mirror_gives_back_the_run(url: str, tmp_path: Path) -> None:
     assert CheckpointStore(fetched.checkpoints).newest_verified(said.append) == 4
 
 
+@pytest.mark.long
 def test_an_outage_ends_nothing_and_loses_nothing(storage: s3.Storage, tmp_path: Path) -> None:
     """Refused, cut and slow requests; checkpoints that retire meanwhile; a manifest follows all that belongs to it."""
     url, said = f"s3://{s3.BUCKET}/outage", list[str]()

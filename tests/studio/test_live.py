@@ -93,6 +93,7 @@ class Page:
         return self.columns.get("steps", {}).get("step", [])
 
 
+@pytest.mark.long
 def test_history_then_deltas_then_a_resume(address: Address, run: RunDir) -> None:
     for number in range(1, 11):
         run.append_step(step(number * 10))
@@ -146,6 +147,7 @@ def test_evaluations_between_epochs_are_a_stream_and_rows(address: Address, run:
     assert run.evaluations() == rows[:1]
 
 
+@pytest.mark.long
 def test_a_long_run_is_shown_coarsely_then_thinned_out_and_in_full_in_parts(address: Address, run: RunDir) -> None:
     rows = 120_000
     with run.steps_file.open("w") as file:
@@ -194,6 +196,7 @@ def test_eight_tabs_see_the_same(address: Address, run: RunDir) -> None:
             assert page.steps() == list(range(1, 31))
 
 
+@pytest.mark.long
 def test_the_list_of_runs_is_kept_up_to_date(address: Address, run: RunDir, tmp_path: Path) -> None:
     with address.live() as tab:
         page = Page(tab)

@@ -68,6 +68,7 @@ def make_run(folder: Path, name: str = "run-00000001", status: str = "completed"
     return run
 
 
+@pytest.mark.long
 def test_the_token_is_exchanged_once_for_a_session_of_this_port(
     address: Address, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,7 +355,9 @@ def test_any_json_gets_an_answer(address: Address, body: Any) -> None:
         assert answer["status"] == "error"
 
 
-@pytest.mark.parametrize("count", [1_500, pytest.param(10_000, marks=pytest.mark.drill)])
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(1_500, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.drill)]
+)
 def test_malformed_frames(address: Address, folder: Path, count: int) -> None:
     make_run(folder)
     rng = random.Random(7)
@@ -369,7 +372,7 @@ def test_malformed_frames(address: Address, folder: Path, count: int) -> None:
     while sent < count:
         with address.live() as tab:
             try:
-                for _ in range(500):
+                for _ in range(min(count, 500)):
                     tab.send(rng.choice(frames))
                     sent += 1
                 while True:

@@ -91,6 +91,7 @@ class Continues(Sentences):
         return LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Translates, Continues])
 def test_models_with_a_cache_train_without_it(tmp_path: Path, kind: type[Toy]) -> None:
     pytest.importorskip("transformers")

@@ -34,6 +34,7 @@ def test_a_gpu_that_is_not_here() -> None:
     assert any(f"{rate:,.0f} samples/s" in note and f"{needed:,.0f}" in note for note in report.notes)
 
 
+@pytest.mark.long
 def test_activations_that_are_computed_again_take_a_forward_more() -> None:
     wish = Wish((8,), gpu=H100, strategy="ddp")
     plain = forecast(subject(), wish).rows[0]["step_ms"]
@@ -51,6 +52,7 @@ def test_a_batch_has_no_more_samples_than_there_are() -> None:
     assert any(f"only {samples} samples" in note for note in report.notes)
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_fit_is_sharded() -> None:
     whole = forecast(subject(), Wish((64,), gpu=H100, memory=80e9)).settings["strategy"]
     # Without a model's state a GPU's own allowance is 0.8 GB: just above it ddp's state is what does not fit.
@@ -83,6 +85,7 @@ def test_a_forecast_holds_the_batch_of_a_device() -> None:
         forecast(subject(training={"global_batch_size": 64}), Wish((8,), gpu=H100))
 
 
+@pytest.mark.long
 def test_a_measured_step_is_predicted_on_several_devices() -> None:
     report = forecast(subject(), Wish((1, 8), steps=3, repeats=2))
     single, several = report.rows

@@ -25,6 +25,8 @@ from lockstep.rundir.files import flattened
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.summary import differences
 
+pytestmark = pytest.mark.long  # trains twice, and draws
+
 PNG = b"\x89PNG\r\n\x1a\n"
 NAME = "_<b>first</b> & $x_$ best"
 

@@ -39,6 +39,7 @@ def test_it_can_be_built_without_memory(kind: type[nn.Module]) -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_can_be_exported_for_any_batch(kind: type[nn.Module]) -> None:
     model = kind(6, 7, 100).eval()

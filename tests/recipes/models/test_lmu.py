@@ -51,6 +51,7 @@ def compare_with_naive(layer: LMU, x: Tensor, lengths: Tensor | None) -> None:
     assert_near(*(gradients((output * weights).mean(), layer, x) for output in outputs))
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(data=st.data())
 def test_it_is_the_naive_loop_for_any_sizes(data: st.DataObject) -> None:
@@ -164,6 +165,7 @@ def test_a_gpu_gives_what_the_cpu_gives() -> None:
     assert_near([t.cpu() for t in (on_gpu, *found)], [output, *expected])
 
 
+@pytest.mark.long
 def test_it_can_be_exported_for_any_batch() -> None:
     layer = build().eval()
     dynamic = ({0: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO})
