@@ -321,12 +321,16 @@ def test_a_sample_that_is_not_finite_is_skipped_by_all_ranks_and_spares_the_empt
 
 def test_models_that_cannot_be_divided_are_refused_by_name(divided: Divided) -> None:
     with_batchnorm, with_scalar, transposed, views, short, alone_on_its_node, frozen_later = divided.refusals
-    assert "weight and view" in views
-    assert "parameter frozen, of torch.int16" in short
-    assert "BatchNorm1d '1'" in with_batchnorm and "parameter scale, of shape ()" in with_scalar
-    assert "parameter weight, of shape (3, 2)" in transposed
-    assert "hybrid needs several ranks on each node" in alone_on_its_node
-    assert "cannot freeze or unfreeze parameters during training, as 1.weight" in frozen_later
+    names = {
+        views: ("weight", "view"),
+        short: ("frozen", "torch.int16"),
+        with_batchnorm: ("BatchNorm1d '1'",),
+        with_scalar: ("scale", "shape ()"),
+        transposed: ("weight", "shape (3, 2)"),
+        alone_on_its_node: ("hybrid",),
+        frozen_later: ("1.weight",),
+    }
+    assert {text: named for text, named in names.items() if not all(name in text for name in named)} == {}
 
 
 def test_each_rank_writes_its_part(divided: Divided) -> None:
