@@ -61,7 +61,7 @@ def test_parts_train_alike_on_one_and_two_ranks_and_resume_with_the_same_objects
 
     _, run = runs["cpu,cpu"]
     assert len(run.resume(devices="cpu", epochs=3).history) == 3
-    with pytest.raises(RunFolderError, match=r"was made by lockstep\.fit") as caught:
+    with pytest.raises(RunFolderError, match=r"\blockstep\.fit\b") as caught:
         lockstep.Run(run.run_dir).resume(epochs=4)
     assert "resume=True" in caught.value.fix
 
@@ -117,14 +117,14 @@ def test_each_form_of_a_loss_trains_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"train": DataLoader(dataset(8, 1))}, r"train is a DataLoader.*\n.*\n.*train=loader\.dataset"),
-        ({"loss": lambda output, target: output}, "the loss returned a tensor of shape"),
-        ({"loss": lambda output, target: 1.0}, "the loss returned a float"),
+        ({"train": DataLoader(dataset(8, 1))}, r"DataLoader.*\n.*\n.*train=loader\.dataset"),
+        ({"loss": lambda output, target: output}, "tensor"),
+        ({"loss": lambda output, target: 1.0}, r"\bfloat\b"),
         (
             {"loss": lambda o, t: (F.cross_entropy(o, t), (o.argmax(1) == t).float().mean())},
-            "the loss returned a tuple",
+            r"\btuple\b",
         ),
-        ({"train": Records()}, "the batch is a dict, not inputs and a target"),
+        ({"train": Records()}, r"\bdict\b"),
     ],
 )
 def test_a_wrong_part_is_one_error(tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -374,7 +374,7 @@ def test_losses_that_draw_are_compared_with_their_parts_or_named(tmp_path: Path,
             model = net()
             fit_in_one_step(model, loss, train, tmp_path / loss.__name__)
             torch.testing.assert_close(weights(model), weights(plain), atol=0.02, rtol=0)
-    assert any("the loss draws from" in str(warning.message) for warning in caught) is not is_compared
+    assert any("draws" in str(warning.message) for warning in caught) is not is_compared
     with pytest.raises(TaskError) as refused:
         fit_in_one_step(net(), lambda o, t: weighted(o, t).sqrt(), train, tmp_path / "root")
     assert "lockstep.Loss(total" in refused.value.fix

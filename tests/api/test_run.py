@@ -38,11 +38,11 @@ def test_the_life_of_a_run_on_two_ranks(tmp_path: Path) -> None:
     assert (run.export(tmp_path / "out") / "weights.safetensors").exists()
     model = run.load_model("best")
     assert not model.training and model(torch.zeros(2, 12)).shape == (2, 3)
-    with pytest.raises(CheckpointError, match="no checkpoint '999'") as caught:
+    with pytest.raises(CheckpointError, match="'999'") as caught:
         run.load_model("999")
     assert not isinstance(caught.value, UsageError)
     shutil.rmtree(run.run_dir / "checkpoints")
-    with pytest.raises(CheckpointError, match="its status is completed, and it saved none"):
+    with pytest.raises(CheckpointError, match=r"(?s)best.*\bcompleted\b"):
         run.load_model("best")
 
 
@@ -60,7 +60,7 @@ def test_a_task_made_in_a_function_is_remembered_or_asked_for_and_needs_no_super
             use()
     assert opened.resume(Local(7), epochs=2).step == 2 * run.plan.steps_per_epoch
     assert torch.equal(*(next(r.load_model(task=Local(7)).parameters()) for r in (run, opened)))
-    with pytest.raises(ConfigError, match="width is required"):
+    with pytest.raises(ConfigError, match="width"):
         lockstep.plan(Local, devices="cpu")
 
 
@@ -81,7 +81,7 @@ def test_a_global_batch_alone_is_one_micro_batch_of_each_device(tmp_path: Path) 
 
 def test_no_task_is_an_error_that_names_what_to_give() -> None:
     for call in (lockstep.train, lockstep.plan, lockstep.verify):
-        with pytest.raises(TaskError, match="no task was given") as caught:
+        with pytest.raises(TaskError, match=r"(?s)\btask\b.*fix: lockstep\.train\(") as caught:
             call(devices="cpu")
         assert "MyTask()" in caught.value.fix and "lockstep.fit" in caught.value.fix
 
@@ -108,7 +108,7 @@ def test_packages_with_the_names_of_functions_are_importable() -> None:
 
 
 def test_a_missing_run_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="there is no run 'nothing'") as caught:
+    with pytest.raises(RunFolderError, match="'nothing'") as caught:
         lockstep.Run("nothing", runs_dir=tmp_path)
     assert isinstance(caught.value, LockstepError) and caught.value.exit_code == 2
     assert "--save-dir" in caught.value.fix

@@ -135,7 +135,7 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_ranks_save_beside_their_training_and_hear_together_of_one_that_cannot(left: Path) -> None:
     for rank in range(3):
         saved, error = json.loads((left / f"told-{rank}.json").read_text())
-        assert saved == [1, 2, 4] and error.startswith("no space left to write") and "step-00000003" in error
+        assert saved == [1, 2, 4] and error.startswith("no space ") and "step-00000003" in error
     store = CheckpointStore(left / "run")
     assert store.steps() == [1, 2, 4] and (store.step_of("last"), store.step_of("best")) == (4, 1)
     assert {path.name for path in store.folder.iterdir()} == {"last", "best", *(f"step-0000000{n}" for n in (1, 2, 4))}

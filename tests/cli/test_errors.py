@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def test_bad_input(
 def test_the_exit_code_reaches_the_shell(run_cli: RunCli, tmp_path: Path) -> None:
     result = run_cli("train", "har", "--epoch", "3")
     assert (result.code, result.out) == (2, "")
-    assert result.err == "error: unknown option: --epoch\nfix: did you mean --epochs?\n"
+    assert re.fullmatch(r"error: .*--epoch\nfix: .*--epochs\b.*\n", result.err)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -83,7 +84,7 @@ def test_a_removed_working_folder_is_refused(tmp_path: Path) -> None:
         ["sh", "-c", command, gone, sys.executable], env=cli_environment(), capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: the working folder was removed\n") and "fix: " in done.stderr
+    assert re.match(r"error: .*folder.*\nfix: ", done.stderr)
 
 
 def test_too_little_memory_for_torch_is_one_error(tmp_path: Path) -> None:

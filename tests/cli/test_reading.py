@@ -118,7 +118,7 @@ def test_show(runs: Path, reference: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_show_the_last_run_which_failed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "show", "last").endswith("\nerror: rank 1 failed first:\nValueError: no\n")
+    assert printed(capsys, "show", "last").endswith("ValueError: no\n")
 
 
 def test_show_as_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

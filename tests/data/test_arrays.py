@@ -82,10 +82,10 @@ def test_it_travels_to_worker_processes() -> None:
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ((), r"\(none\) cannot be a data set"),
+        ((), r"\(none\) "),
         ((np.float32(1.0),), "cannot be a data set"),
-        ((SAMPLES, LABELS[:9]), r"\(9,\) cannot be a data set"),
-        ((np.array(["a", "b"]),), "cannot be a tensor"),
+        ((SAMPLES, LABELS[:9]), r"\(9,\) "),
+        ((np.array(["a", "b"]),), "tensor"),
     ],
 )
 def test_arrays_that_cannot_be_a_data_set_are_refused(arrays: tuple[np.ndarray, ...], message: str) -> None:
@@ -167,17 +167,17 @@ class Framed(OfFrame):
         ("<NA>", "missing"),
         (datetime(2026, 1, 2), "a time"),
         (Decimal("1.5"), "a decimal"),
-        ({1, 2}, "of type set"),
+        ({1, 2}, r"\bset\b"),
     ],
 )
 def test_a_value_that_no_batch_can_have_is_named_with_its_column_and_row(value: Any, words: str) -> None:
     import pandas
 
     column = pandas.Series(["text"] * 50 + [pandas.NA if value == "<NA>" else value] * 10, index=[5] * 60)
-    with pytest.raises(DataError, match=rf"'extra' of sample 50 is .*{words}"):
+    with pytest.raises(DataError, match=rf"'extra' .*\b50 .*{words}"):
         lockstep.plan(Framed(column.to_numpy(dtype=object)))
     samples = [{"x": 1.0, "extra": [1]}, {"x": 2.0, "extra": [pandas.NA if value == "<NA>" else value]}]
-    with pytest.raises(SampleError, match=rf"'extra'\[0\] of sample 1 is .*{words}"):
+    with pytest.raises(SampleError, match=rf"'extra'\[0\] .*\b1 .*{words}"):
         Reader(samples, default_collate, 1).batch(0, np.array([0, 1]), 0)
 
 
@@ -185,7 +185,7 @@ def test_missing_texts_and_dates_of_a_frame_are_named() -> None:
     import pandas
 
     for column in (pandas.Series(["a"] * 59 + [None], dtype="str"), pandas.date_range("2026-01-01", periods=60)):
-        with pytest.raises(DataError, match="'extra' of sample"):
+        with pytest.raises(DataError, match="'extra' "):
             lockstep.plan(Framed(np.asarray(column)))
     lockstep.plan(Framed(["a"] * 60))
     lockstep.plan(Framed([[1, 2]] * 60))
@@ -195,10 +195,10 @@ def test_a_column_name_twice_is_refused() -> None:
     import pandas
 
     frame = pandas.DataFrame([[1.0, 2.0, 3]], columns=["x", "x", "label"])
-    with pytest.raises(DataError, match="'x' is in the DataFrame more than once"):
+    with pytest.raises(DataError, match=r"'x' .*DataFrame"):
         by_row(frame)
     arrow = pytest.importorskip("pyarrow")
-    with pytest.raises(DataError, match="'x' is in the Table more than once"):
+    with pytest.raises(DataError, match=r"'x' .*Table"):
         by_row(arrow.Table.from_arrays([arrow.array([1]), arrow.array([2])], names=["x", "x"]))
 
 
@@ -233,13 +233,13 @@ class Pairs(Sampler[Any]):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ((np.zeros((9, 2)), torch.zeros(9)), "tuple of 2 arrays of 9 rows"),
-        ({"x": np.zeros((9, 2))}, "dict of 1 array of 9 rows"),
+        ((np.zeros((9, 2)), torch.zeros(9)), r"\btuple .*\b2 arrays .*\b9 rows"),
+        ({"x": np.zeros((9, 2))}, r"\bdict .*\b1 array .*\b9 rows"),
         ("data/train.csv", r"is a text: 'data/train.csv'"),
-        (DataLoader([1, 2]), r"is a DataLoader\nwhy: .*\nfix: .* do the rest$"),  # type: ignore[arg-type]
+        (DataLoader([1, 2]), r"DataLoader\nwhy: .*\nfix: "),  # type: ignore[arg-type]
         (
             DataLoader([1, 2], batch_sampler=Pairs([0, 1])),  # type: ignore[arg-type]
-            "Its Pairs then has no effect: .* an iterable data set",
+            r"\bPairs\b.* iterable",
         ),
         (DataLoader([1, 2], sampler=WeightedRandomSampler([1, 2], 2)), "weights=sampler"),  # type: ignore[arg-type]
     ],
@@ -263,7 +263,7 @@ def test_an_array_that_torch_cannot_take_is_read_row_by_row() -> None:
 
 
 def test_a_sample_that_is_none_is_named() -> None:
-    with pytest.raises(SampleError, match="sample 2 of list is None"):
+    with pytest.raises(SampleError, match=r"sample 2 .*\bNone\b"):
         Reader([1, 2, None, 3], default_collate, 1).batch(0, np.array([3, 2, 0]), 0)
 
 
@@ -279,5 +279,5 @@ def test_a_length_that_is_none_is_told() -> None:
 
             return Datasets(Rows())
 
-    with pytest.raises(DataError, match=r"length of Rows is not known\nwhy: OSError: the database is gone"):
+    with pytest.raises(DataError, match=r"\bRows\b.*\nwhy: OSError: "):
         lockstep.plan(Gone())

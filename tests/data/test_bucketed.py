@@ -85,19 +85,19 @@ def test_the_bucketed_order_is_pinned() -> None:
 
 @pytest.mark.parametrize(("window", "block"), [(100, 32), (0, 8), (8, 0), (-8, 8), (4, 8)])
 def test_a_window_that_is_no_multiple_of_the_block_is_refused(window: int, block: int) -> None:
-    with pytest.raises(ConfigError, match="cannot be cut into blocks") as caught:
+    with pytest.raises(ConfigError, match=rf"{window} samples .*\b{block}\b") as caught:
         BucketedOrder(Order(10, 0), np.ones(10), window, block)
-    assert "window of" in caught.value.fix
+    assert caught.value.fix
 
 
 @pytest.mark.parametrize("lengths", [np.ones(9), np.ones((10, 1)), ["long"] * 10])
 def test_lengths_that_do_not_fit_the_samples_are_refused(lengths: np.ndarray) -> None:
-    with pytest.raises(DataError, match="do not fit 10 samples"):
+    with pytest.raises(DataError, match="10 samples"):
         BucketedOrder(Order(10, 0), lengths, 8, 8)
 
 
 def test_a_slice_outside_the_epoch_is_refused() -> None:
-    with pytest.raises(IndexError, match="epoch of 10 samples"):
+    with pytest.raises(IndexError, match=r"\b0 to 11\b.*\b10 samples"):
         BucketedOrder(Order(10, 0), np.ones(10), 8, 8).slice(0, 0, 11)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -202,6 +203,6 @@ def test_an_archive_that_cannot_be_used_leaves_nothing(damage: str, tmp_path: Pa
     archive.write_bytes(b"no archive" if damage == "text" else bytes(content))
     if damage == "missing":
         archive.unlink()
-    with pytest.raises(DataError, match="cannot unpack"):
+    with pytest.raises(DataError, match=re.escape(str(archive))):
         unpacked(archive, tmp_path / "out")
     assert list(tmp_path.iterdir()) == ([] if damage == "missing" else [archive])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -96,7 +97,7 @@ class Sold(Task):
 def test_missing_numbers_are_named_and_a_column_is_balanced(tmp_path: Path) -> None:
     frame = pd.DataFrame({"rooms": [1.0, np.nan, 3.0, np.nan], "species": [0, 1, 0, 0]})
     plan = lockstep.plan(Sold(frame), devices="cpu", batch_size=2)
-    assert any("'rooms' (2, the first in row 1)" in note.text for note in plan.notes)
+    assert any(re.search(r"'rooms' \(2, .*\b1\)", note.text) for note in plan.notes)
     encoded = FrameEncoder(frame)(frame)
     balanced = {"data.sampling": "balanced", "data.label_column": "species", "data.epoch_samples": 1000}
     rows = encoded.assign(species=frame["species"])

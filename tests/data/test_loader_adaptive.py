@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import sqlite3
@@ -102,7 +103,7 @@ def test_more_processes_are_tried_while_they_help(monkeypatch: pytest.MonkeyPatc
     assert indices == [index for request in requests() for index in range(request.start, request.stop)]
     ((workers, text),) = said
     assert workers == 2
-    assert "with 1 worker process," in text
+    assert re.search(r"\b1 worker\b", text)
     assert not multiprocessing.active_children()
 
 
@@ -187,9 +188,9 @@ def test_what_reading_opens_is_not_shared_with_processes(
 def test_the_plan_names_how_many_processes_there_may_be(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "tests.toys:Toy", "--devices", "cpu", "--set", "task.dataset=plain"]
     assert main(command) == 0
-    assert f"0 workers at first, up to {usable_cores()}" in capsys.readouterr().out
+    assert re.search(rf"\b0 workers .*\b{usable_cores()}\b", capsys.readouterr().out)
     assert main([*command, "--num-workers", "2"]) == 0
-    assert "as configured" in capsys.readouterr().out
+    assert "0 workers" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", ["many", "-1", "1.5", "1025"])

@@ -101,11 +101,11 @@ class Holding(Toy):
 def test_what_takes_samples_of_a_mixture_by_number_is_refused() -> None:
     mixture = Mixture({"a": [[1]], "b": [[2]]}, {"a": 0.5, "b": 0.5})
     for made in (Subset(mixture, [0]), ConcatDataset([mixture, [[3]]])):
-        with pytest.raises(ConfigError, match="would lose its shares"):
+        with pytest.raises(ConfigError, match="Mixture"):
             lockstep.plan(Holding(made))
-        with pytest.raises(ConfigError, match=f"a Mixture within a {type(made).__name__}"):
+        with pytest.raises(ConfigError, match=rf"\bMixture\b.*\b{type(made).__name__}\b"):
             Mixture({"a": made}, {"a": 1}).sampling()
-    with pytest.raises(ConfigError, match="a Mixture within a Packed would lose its shares"):
+    with pytest.raises(ConfigError, match=r"\bMixture\b.*\bPacked\b"):
         Packed(mixture, 4)
 
 
@@ -120,14 +120,14 @@ def test_shares_without_a_small_denominator_are_rounded_and_sum_to_one() -> None
     ("parts", "shares", "words"),
     [
         ({}, {}, "names no data set"),
-        ({"a": []}, {"a": 1}, "'a' of a mixture is empty"),
-        ({"a": {1, 2}}, {"a": 1}, "no length or no items"),
-        ({"a": [1]}, {"b": 1}, "shares of a mixture are those of b"),
-        ({"a": [1]}, {"a": 0}, "all shares"),
-        ({"a": [1]}, {"a": -1}, "share of 'a'"),
-        ({"a": [1]}, {"a": float("nan")}, "share of 'a'"),
-        ({"a": [1]}, {"a": "1"}, "share of 'a'"),
-        ({"a": [1], "b": [2]}, {"a": 10_000_000, "b": 50}, "share of 'b' in a mixture is 5e-06"),
+        ({"a": []}, {"a": 1}, "'a' .*empty"),
+        ({"a": {1, 2}}, {"a": 1}, "length"),
+        ({"a": [1]}, {"b": 1}, r"shares .*\bb\b"),
+        ({"a": [1]}, {"a": 0}, "shares"),
+        ({"a": [1]}, {"a": -1}, "share .*'a'"),
+        ({"a": [1]}, {"a": float("nan")}, "share .*'a'"),
+        ({"a": [1]}, {"a": "1"}, "share .*'a'"),
+        ({"a": [1], "b": [2]}, {"a": 10_000_000, "b": 50}, "share .*'b' .*5e-06"),
     ],
 )
 def test_wrong_mixtures_are_refused(parts: Any, shares: Any, words: str) -> None:
@@ -136,7 +136,7 @@ def test_wrong_mixtures_are_refused(parts: Any, shares: Any, words: str) -> None
 
 
 def test_a_stage_begins_at_a_whole_number_of_samples() -> None:
-    with pytest.raises(DataError, match=r"begins at 10\.5"):
+    with pytest.raises(DataError, match=r"\b10\.5"):
         Mixture({"a": [1]}, {"a": 1}, {10.5: {"a": 1}})  # type: ignore[dict-item]
     assert [*Mixture({"a": [1]}, {"a": 1}, {np.int64(10): {"a": 1}, 2e1: {"a": 1}}).stages] == [0, 10, 20]  # type: ignore[dict-item]
 

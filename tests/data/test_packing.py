@@ -50,7 +50,7 @@ def test_short_sequences_leave_little_padding() -> None:
     lengths = np.random.default_rng(0).integers(5, 120, 3000)
     packed = Packed([range(length) for length in lengths], 256)
     assert packed.waste < 0.05
-    assert "is padding" in packed.remark
+    assert f"{packed.waste:.2%}" in packed.remark
 
 
 def test_the_mask_keeps_documents_apart() -> None:
@@ -114,20 +114,20 @@ def test_two_packed_sources_of_text_train_alike_on_one_rank_and_several(
 @pytest.mark.parametrize(
     ("sequences", "given", "words"),
     [
-        ([[]], {}, "no tokens to pack"),
-        (["text"], {}, "str, not a sequence"),
-        ([[1, 2]], {"lengths": [3, 3]}, "do not fit 1 sequences"),
-        ([[1, 2]], {"lengths": [2.5]}, "do not fit 1 sequences"),
-        ([[1.5, 2.0]], {}, "whole numbers"),
-        ([[1.5, 2.0]], {"lengths": [2]}, "whole numbers"),
-        ([np.zeros((2, 3), np.int64)], {}, r"shape \[2, 3\] and type int64"),
-        ([torch.zeros(3)], {}, r"type torch.float32"),
-        ([[[1], [2, 3]]], {}, "whole numbers"),
-        ([[1, 2]], {"pad": 0.5}, "padded with 0.5"),
+        ([[]], {}, "tokens"),
+        (["text"], {}, r"\bstr\b"),
+        ([[1, 2]], {"lengths": [3, 3]}, "1 sequences"),
+        ([[1, 2]], {"lengths": [2.5]}, "1 sequences"),
+        ([[1.5, 2.0]], {}, "whole"),
+        ([[1.5, 2.0]], {"lengths": [2]}, "whole"),
+        ([np.zeros((2, 3), np.int64)], {}, r"\[2, 3\] .*int64"),
+        ([torch.zeros(3)], {}, r"torch\.float32"),
+        ([[[1], [2, 3]]], {}, "whole"),
+        ([[1, 2]], {"pad": 0.5}, r"\b0\.5"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(sequences: Any, given: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
         Packed(sequences, 4, **given)
-    with pytest.raises(DataError, match="2 tokens, not 3"):
+    with pytest.raises(DataError, match=r"\b2 .*\b3\b"):
         Packed([[1, 2]], 4, lengths=[3])[0]

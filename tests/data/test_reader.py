@@ -250,25 +250,25 @@ def test_an_error_names_the_sample_and_the_data_set(error: type[Exception], seen
     data = Drawing(broken(error))
     reader = Reader(data, default_collate, 3)
     reader.batch(0, np.arange(seen, seen + 1), 0)
-    with pytest.raises(SampleError, match="sample 41 of Drawing could not be read") as caught:
+    with pytest.raises(SampleError, match=r"sample 41 .*\bDrawing\b") as caught:
         reader.batch(0, np.arange(40, 44), 0)
     assert error.__name__ in caught.value.why
     assert "test_reader.py" in caught.value.why
     behind = Reader(Subset(data, range(30, 60)), default_collate, 3)
     behind.batch(0, np.arange(1), 0)
-    with pytest.raises(SampleError, match=r"sample 11 of Subset \(sample 41 of Drawing\) could not be read"):
+    with pytest.raises(SampleError, match=r"sample 11 .*\bSubset \(sample 41 .*\bDrawing\)"):
         behind.batch(0, np.arange(10, 13), 0)
 
 
 def test_samples_that_do_not_fit_together_are_named() -> None:
     reader = Reader(Drawing(lambda index: [0.0] * index), default_collate, 3)
-    with pytest.raises(SampleError, match="collating samples 1, 2 of Drawing failed"):
+    with pytest.raises(SampleError, match=r"samples 1, 2 .*\bDrawing\b"):
         reader.batch(0, np.array([1, 2]), 0)
 
 
 def test_a_sample_that_is_no_tensor_is_answered_with_what_makes_a_batch() -> None:
     reader = Reader([object()] * 3, default_collate, 3)
-    with pytest.raises(SampleError, match="of type object") as caught:
+    with pytest.raises(SampleError, match="object") as caught:
         reader.batch(0, np.array([1, 2]), 0)
     assert "Task.collate" in caught.value.fix
 
@@ -517,10 +517,11 @@ def test_samples_that_may_differ() -> None:
 @pytest.mark.parametrize("where", ["list", "fixed", "struct"])
 def test_gaps_within_values_of_parquet_are_refused_when_opened(where: str, tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
     values = {"list": [[1, 2], [3, None]], "fixed": [[1, 2], [3, None]], "struct": [{"a": 1}, {"a": None}]}[where]
     column = pa.array(values, pa.list_(pa.int64(), 2) if where == "fixed" else None)
     pa.parquet.write_table(pa.table({"x": column}), tmp_path / "0.parquet")
-    with pytest.raises(DataError, match=r"the column 'x'.* of sample 1 is None"):
+    with pytest.raises(DataError, match=r"'x'.*sample 1 .*\bNone\b"):
         check_frames(ParquetFiles(tmp_path))
 
 

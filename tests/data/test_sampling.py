@@ -71,7 +71,7 @@ def test_without_replacement_heavy_samples_come_first() -> None:
         assert len(set(drawn.tolist())) == 5
         firsts.append(drawn[0])
     assert_in_proportion(np.bincount(firsts, minlength=8), weights)
-    with pytest.raises(ConfigError, match="6 samples cannot be drawn without replacement"):
+    with pytest.raises(ConfigError, match=r"(?s)\b6 samples.*data\.replacement"):
         lockstep.plan(Weighing(weights=weights), {"data": {"replacement": False, "epoch_samples": 6}})
 
 
@@ -148,13 +148,13 @@ def test_torchs_sampler_is_taken_over() -> None:
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        ([1.0, 2.0], r"shape \(2,\) do not fit 3"),
-        ([1.0, -1.0, 1.0], "weight of sample 1 is -1"),
-        ([1.0, 1.0, float("nan")], "weight of sample 2 is nan"),
-        ([0, 0, 0], "sum of all weights is 0"),
-        (["a", "b", "c"], "are not numbers"),
-        ([10**400, 1, 1], "are not numbers"),
-        (lambda epoch: [1.0], "of epoch"),
+        ([1.0, 2.0], r"\(2,\) .*\b3\b"),
+        ([1.0, -1.0, 1.0], "sample 1 .*-1"),
+        ([1.0, 1.0, float("nan")], "sample 2 .*nan"),
+        ([0, 0, 0], "sum .* 0"),
+        (["a", "b", "c"], "numbers"),
+        ([10**400, 1, 1], "numbers"),
+        (lambda epoch: [1.0], r"\bepoch\b"),
     ],
 )
 def test_weights_that_cannot_be_drawn_by_are_refused(weights: Any, words: str) -> None:
@@ -163,9 +163,9 @@ def test_weights_that_cannot_be_drawn_by_are_refused(weights: Any, words: str) -
 
 
 def test_settings_that_lack_what_they_need_are_refused() -> None:
-    with pytest.raises(ConfigError, match="gives no weights"):
+    with pytest.raises(ConfigError, match=r"(?s)\bweighted\b.*weights="):
         order_of(None, 3, sampling="weighted")
-    with pytest.raises(ConfigError, match="labels of range are not known"):
+    with pytest.raises(ConfigError, match=r"(?s)\brange\b.*data\.label_column"):
         order_of(None, 3, sampling="balanced")
 
 

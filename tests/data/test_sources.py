@@ -30,6 +30,7 @@ from lockstep.data.reader import Reader
 from lockstep.data.sampling import resolve_sampling
 from lockstep.engine.fingerprint import feed
 from lockstep.errors import DataError, LockstepError
+from lockstep.events import Note
 from lockstep.readers import files as files_module
 from lockstep.readers.columns import ArrowFiles, ParquetFiles
 from lockstep.readers.records import ClassFolders, CsvFiles, JsonLines, TarShards, TokenFile
@@ -141,7 +142,7 @@ def test_tokens_of_several_files_do_not_run_together(tmp_path: Path) -> None:
     assert tokens.gathered(indices).tolist() == [tokens[index].tolist() for index in indices.tolist()]
     assert Reader(tokens, default_collate, 1).gathers
     (tmp_path / "9.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"9.bin is too small"):
+    with pytest.raises(DataError, match=r"9\.bin"):
         TokenFile(tmp_path, 4)
 
 
@@ -185,34 +186,34 @@ def test_folders_are_classes(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_files_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no \.jsonl or \.ndjson file"):
+    with pytest.raises(DataError, match=r"\.jsonl.*\.ndjson"):
         JsonLines(tmp_path)
-    with pytest.raises(DataError, match=r"gone\.jsonl is missing"):
+    with pytest.raises(DataError, match=r"gone\.jsonl"):
         JsonLines(tmp_path / "gone.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n{"a": \n')
     records = JsonLines(tmp_path / "bad.jsonl")
-    with pytest.raises(DataError, match=r"record 2 of .*bad.jsonl cannot be read"):
+    with pytest.raises(DataError, match=r"record 2 .*bad\.jsonl"):
         records[1]
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match="have no sample"):
+    with pytest.raises(DataError, match=r"empty\.jsonl"):
         JsonLines(tmp_path / "empty.jsonl")
     (tmp_path / "1.csv").write_text("a,b\n1,2\n")
     (tmp_path / "2.csv").write_text("a,c\n1,2\n")
-    with pytest.raises(DataError, match=r"columns of .*2.csv differ"):
+    with pytest.raises(DataError, match=r"\b2\.csv"):
         CsvFiles([tmp_path / "1.csv", tmp_path / "2.csv"])
     (tmp_path / "3.csv").write_text("a,b\n1,2,3\n")
-    with pytest.raises(DataError, match="3 fields, not 2"):
+    with pytest.raises(DataError, match=r"(?s)3\.csv.*\b3 .*\b2\b"):
         CsvFiles(tmp_path / "3.csv")[0]
     (tmp_path / "tar").mkdir()
     tar_shards(tmp_path / "tar")
     shard = tmp_path / "tar" / "1.tar"
     shard.write_bytes(shard.read_bytes()[: -200 * 512 - 100])
-    with pytest.raises(DataError, match=r"1.tar cannot be read as .tar"):
+    with pytest.raises(DataError, match=r"\b1\.tar"):
         TarShards(shard)
     (tmp_path / "no.bin").write_bytes(b"")
-    with pytest.raises(DataError, match="too small"):
+    with pytest.raises(DataError, match=r"no\.bin"):
         TokenFile(tmp_path / "no.bin", 4)
-    with pytest.raises(DataError, match="no folders"):
+    with pytest.raises(DataError, match="nowhere"):
         ClassFolders(tmp_path / "nowhere", Path.read_text)
 
 
@@ -233,9 +234,9 @@ def test_files_behind_urls_are_read_once(tmp_path: Path, monkeypatch: pytest.Mon
         path.unlink()
     assert {rows[row]["label"].item() for row in range(100)} <= {0, 1, 2}, "the copies are read"
     for kind in (JsonLines, ParquetFiles):
-        with pytest.raises(DataError, match="cannot be read"):
+        with pytest.raises(DataError, match=rf"0\{kind.suffixes[0]}"):
             kind(f"file://{tmp_path}/data/0{kind.suffixes[0]}")
-    with pytest.raises(DataError, match="cannot be copied"):
+    with pytest.raises(DataError, match=r"nowhere\.bin"):
         TokenFile(f"file://{tmp_path}/nowhere.bin", 4)
 
 
@@ -331,9 +332,9 @@ def test_columns_of_any_type_give_what_single_rows_give(kind: str, tmp_path: Pat
         def datasets(self) -> lockstep.Datasets:
             return lockstep.Datasets(holes, super().datasets().val)
 
-    with pytest.raises(DataError, match=r"'holes' of sample 45 is None.*0\.(parquet|feather)"):
+    with pytest.raises(DataError, match=r"'holes' .*\b45 .*\bNone\b.*0\.(parquet|feather)"):
         lockstep.plan(OfHoles())
-    with pytest.raises(LockstepError, match="'holes' of sample 45 is None"):
+    with pytest.raises(LockstepError, match=r"'holes' .*\b45 .*\bNone\b"):
         Reader(holes, default_collate, 1).batch(0, np.array([44, 45]), 0)
 
 
@@ -343,19 +344,19 @@ def test_wrong_parquet_files_are_named(tmp_path: Path) -> None:
 
     write_parquet(tmp_path)
     pa.parquet.write_table(pa.table({"inputs": [1.0], "label": [1], "text": ["a"]}), tmp_path / "9.parquet")
-    with pytest.raises(DataError, match=r"column 'inputs' of .*9.parquet is missing or differs"):
+    with pytest.raises(DataError, match=r"'inputs' .*\b9\.parquet"):
         ParquetFiles(tmp_path)
     (tmp_path / "9.parquet").unlink()
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"])
     pa.parquet.write_table(twice, tmp_path / "twice.pq")
-    with pytest.raises(DataError, match=r"twice\.pq has two columns of one name"):
+    with pytest.raises(DataError, match=r"twice\.pq"):
         ParquetFiles(tmp_path / "twice.pq")
     whole = (tmp_path / "1.parquet").read_bytes()
     (tmp_path / "1.parquet").write_bytes(whole[:-100])
-    with pytest.raises(DataError, match=r"1.parquet cannot be read as .parquet"):
+    with pytest.raises(DataError, match=r"\b1\.parquet"):
         ParquetFiles(tmp_path)
     pa.parquet.write_table(pa.table({"a": pa.array([], pa.int64())}), tmp_path / "none.parquet")
-    with pytest.raises(DataError, match="have no sample"):
+    with pytest.raises(DataError, match=r"none\.parquet"):
         ParquetFiles(tmp_path / "none.parquet")
 
 
@@ -386,7 +387,7 @@ def test_rows_that_cannot_be_read_are_left_out_and_recorded(
     rows = read_jsonl(tmp_path / "skips" / "skipped-rank0.jsonl")
     assert {row["index"] for row in rows} == torn
     assert "record 21 of" in next(row["error"] for row in rows if row["index"] == 20)
-    assert any("3 training samples could not be read and left out" in getattr(event, "text", "") for event in events)
+    assert any(isinstance(event, Note) and event.key == "samples_skipped" and "3 " in event.text for event in events)
     assert all(torch.isfinite(value).all() for value in found.values())
 
 
@@ -514,12 +515,12 @@ def test_a_folder_is_searched_with_the_folders_in_it_and_the_plan_names_the_copy
         json_lines(tmp_path / place, 9)
     assert len(JsonLines(tmp_path)) == 18
     lines = JsonLines(tmp_path)
-    assert f"read from a copy, {lines.folder}" in lines.remark
+    assert f" {lines.folder}" in lines.remark
     (tmp_path / "linked").symlink_to(tmp_path / "deep", target_is_directory=True)
     assert len(JsonLines(tmp_path)) == 27
     (tmp_path / "deep" / "loop").symlink_to(tmp_path, target_is_directory=True)
     monkeypatch.setattr(files_module, "MOST_ENTRIES", 500)
-    with pytest.raises(DataError, match="more than 500 files"):
+    with pytest.raises(DataError, match=r"\b500 files"):
         JsonLines(tmp_path)
 
 
@@ -533,7 +534,7 @@ def test_a_byte_order_mark_empty_lines_and_a_stray_quote(tmp_path: Path) -> None
 
 def test_csv_files_of_other_delimiters(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a;b\n1,5;x\n")
-    with pytest.raises(DataError, match=r"delimiter seems to be ';'(.|\n)*delimiter=';'"):
+    with pytest.raises(DataError, match=r"a\.csv(.|\n)*delimiter=';'"):
         CsvFiles(tmp_path / "a.csv")
     assert [*CsvFiles(tmp_path / "a.csv", delimiter=";")] == [{"a": "1,5", "b": "x"}]
 
@@ -541,7 +542,7 @@ def test_csv_files_of_other_delimiters(tmp_path: Path) -> None:
 def test_an_array_in_a_file_of_json_lines_is_refused(tmp_path: Path) -> None:
     for content in ('[{"a": 1}, {"a": 2}]', '[\n{"a": 1},\n{"a": 2}\n]\n', '[{"a": 1},\n{"a": 2}]'):
         (tmp_path / "a.jsonl").write_text(content)
-        with pytest.raises(DataError, match=r"a\.jsonl is one JSON array"):
+        with pytest.raises(DataError, match=r"a\.jsonl .*\barray"):
             JsonLines(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text("[1, 2]\n[3, 4]\n")
     assert [*JsonLines(tmp_path / "a.jsonl")] == [[1, 2], [3, 4]]
@@ -604,7 +605,7 @@ def test_linked_members_of_shards_have_their_content(tmp_path: Path) -> None:
         member = tarfile.TarInfo("1.txt")
         member.type, member.linkname = tarfile.SYMTYPE, "../elsewhere.txt"
         tar.addfile(member)
-    with pytest.raises(DataError, match=r"1\.txt is a link to \.\./elsewhere\.txt"):
+    with pytest.raises(DataError, match=r"1\.txt .*\.\./elsewhere\.txt"):
         TarShards(tmp_path)
 
 
@@ -637,15 +638,15 @@ def test_shards_that_would_give_a_part_of_their_samples_are_refused(tmp_path: Pa
     content = whole.read_bytes()
     for size, where in ((1024, 1024), (1300, 1024), (2048, 2048)):  # tarfile takes each for the end
         (tmp_path / "cut.tar").write_bytes(content[:size])
-        with pytest.raises(DataError, match=rf"byte {where} should be its end or another member: it is cut short"):
+        with pytest.raises(DataError, match=rf"byte {where} "):
             TarShards(tmp_path / "cut.tar")
     for wrong in (content + content, content[:1024] + b"?" * 512 + content[1536:]):
         (tmp_path / "more.tar").write_bytes(wrong)
-        with pytest.raises(DataError, match="damaged there, or several archives were joined"):
+        with pytest.raises(DataError, match=r"more\.tar(.|\n)*byte \d+"):
             TarShards(tmp_path / "more.tar")
-    with pytest.raises(DataError, match="members of 1 are not neighbours; make it with tar --sort=name"):
+    with pytest.raises(DataError, match=r"\b1 .*tar --sort=name"):
         TarShards(shard(tmp_path / "apart.tar", A[0], B[0], A[1], B[1]))
-    with pytest.raises(DataError, match=r"1\.txt is in it twice"):
+    with pytest.raises(DataError, match=r"\b1\.txt .*twice"):
         TarShards(shard(tmp_path / "twice.tar", A[0], *A))
     again = TarShards(shard(tmp_path / "again.tar", *A, *B, *A))
     assert [sample["cls"] for sample in again] == [3, 4, 3], "a whole sample may come again"
@@ -657,10 +658,10 @@ def test_lines_of_spaces_long_fields_and_what_is_left_open(tmp_path: Path) -> No
     (tmp_path / "a.csv").write_text("a,b\n1," + "x" * 200_000 + "\n")
     assert len(CsvFiles(tmp_path / "a.csv")[0]["b"]) == 200_000
     (tmp_path / "b.csv").write_text('a,b\n1,2\n3,"4\n5,6\n')
-    with pytest.raises(DataError, match=r"b.csv cannot be read(.|\n)*record 2: a quote is not closed"):
+    with pytest.raises(DataError, match=r"b\.csv(.|\n)*record 2: .*quote"):
         CsvFiles(tmp_path / "b.csv")
     (tmp_path / "c.csv").write_text("a,b,a\n1,2,3\n")
-    with pytest.raises(DataError, match="two columns 'a'"):
+    with pytest.raises(DataError, match=r"c\.csv .*'a'"):
         CsvFiles(tmp_path / "c.csv")
 
 
@@ -686,11 +687,11 @@ def test_columns_that_are_not_there_are_named_and_streams_are_read(tmp_path: Pat
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
         stream.write_table(table)
-    with pytest.raises(DataError, match=r"the column 'y' of .*a.parquet is missing"):
+    with pytest.raises(DataError, match=r"'y' .*\ba\.parquet"):
         ParquetFiles(tmp_path / "a.parquet", columns=["y"])
     assert [*ArrowFiles(tmp_path / "a.arrow")] == [{"x": 1}, {"x": 2}], "of a stream"
     (tmp_path / "b.arrow").write_bytes(b"neither")
-    with pytest.raises(DataError, match=r"b\.arrow cannot be read"):
+    with pytest.raises(DataError, match=r"b\.arrow"):
         ArrowFiles(tmp_path / "b.arrow")
     assert ParquetFiles(tmp_path / "a.parquet", columns="x")[1] == {"x": 2}
 

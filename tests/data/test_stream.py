@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import lockstep
 from lockstep.data.stream import EVERY, LAG, Stream, as_stream
-from lockstep.errors import ConfigError, DataError, LockstepError, SampleError, TaskError
+from lockstep.errors import ConfigError, DataError, LockstepError, SampleError, TaskError, UnsupportedError
+from lockstep.events import Note
 from lockstep.hardware.world import World
 from lockstep.rundir.files import read_jsonl
 from lockstep.rundir.folder import RunDir
@@ -92,7 +93,7 @@ def test_items_of_a_step_may_be_asked_for_in_any_order() -> None:
     stream = Stream(Numbers(100), 10**6)
     stream.begin(Path("run"), 1, World(), 0, 8, None)
     assert [stream[number] for number in (7, 3, 0, 15, 8, 23, 16)] == [7, 3, 0, 15, 8, 23, 16]
-    with pytest.raises(DataError, match="item 0 of the training stream was asked for after later ones"):
+    with pytest.raises(DataError, match=r"item 0\b"):
         stream[0]
 
 
@@ -109,9 +110,9 @@ class Drawing(Toy):
 def test_a_stream_that_draws_from_the_global_generators_is_told_and_refused_by_exact_mode() -> None:
     """The process that reads for all ranks of a node trains meanwhile, and draws, too."""
     settings: Any = {"data": {"epoch_samples": 200}}
-    assert any("differ with the number of ranks" in note.text for note in lockstep.plan(Drawing(), settings).notes)
-    assert all("differ with" not in note.text for note in lockstep.plan(Streaming(), settings).notes)
-    with pytest.raises(LockstepError, match="exact cannot train on this stream"):
+    assert any("random.Random" in note.text for note in lockstep.plan(Drawing(), settings).notes)
+    assert all("random.Random" not in note.text for note in lockstep.plan(Streaming(), settings).notes)
+    with pytest.raises(UnsupportedError, match="reproducibility: exact"):
         lockstep.plan(Drawing(), {**settings, "training": {"reproducibility": "exact"}})
 
 
@@ -129,7 +130,7 @@ def test_a_stream_without_a_cursor_begins_again_and_the_plan_says_so() -> None:
     stream.begin(Path("run"), 2, World(), 7, 4, None)
     assert stream.__getitems__([7, 8, 9]) == [0, 1, 2]
     assert stream.state_dict(10) is None
-    assert "a resume would begin it again" in stream.remark
+    assert "load_state_dict()" in stream.remark
 
 
 def rank_of_process() -> int:
@@ -154,8 +155,8 @@ def test_a_stream_that_looks_at_the_rank_is_named() -> None:
             super().__init__(9)
             self.pipeline = [rank_of_process]
 
-    assert "ByRank.__iter__ reads the rank" in Stream(ByRank(9), 9).remark
-    assert "rank_of_process reads the rank" in Stream(InAList(), 9).remark
+    assert "ByRank.__iter__ " in Stream(ByRank(9), 9).remark
+    assert "rank_of_process " in Stream(InAList(), 9).remark
     assert "reads the rank" not in Stream(Numbers(9), 9).remark
     for plain in ((number for number in range(9)), map(abs, range(9)), Slotted()):
         assert "reads the rank" not in Stream(plain, 9).remark
@@ -163,7 +164,7 @@ def test_a_stream_that_looks_at_the_rank_is_named() -> None:
     class Divided(Numbers):
         _distributed = SimpleNamespace(rank=1, world_size=2)  # as of split_dataset_by_node
 
-    with pytest.raises(DataError, match="the part of rank 1 of 2"):
+    with pytest.raises(DataError, match=r"\b1 of 2\b"):
         as_stream(Divided(9), epoch_samples=5, max_steps=None)
 
 
@@ -173,17 +174,17 @@ def test_wrong_streams_are_refused() -> None:
             yield 1
             raise ValueError("line 2 is torn")
 
-    with pytest.raises(ConfigError, match="length of Broken is not known"):
+    with pytest.raises(ConfigError, match=r"\bBroken\b"):
         as_stream(Broken(), epoch_samples=None, max_steps=None)
-    with pytest.raises(TaskError, match=r"the data set is a DataLoader(.|\n)*give loader\.dataset"):
+    with pytest.raises(TaskError, match=r"DataLoader(.|\n)*fix: .*\bloader\.dataset"):
         lockstep.plan(Loading())
     once = Stream((number for number in range(3)), 10)
     assert once.__getitems__([0, 1, 2]) == [0, 1, 2]
-    with pytest.raises(DataError, match=r"generator gives no item when it is iterated over again\nwhy: .* once"):
+    with pytest.raises(DataError, match=r"\bgenerator\b.*\nwhy: .* once"):
         once[3]
-    with pytest.raises(SampleError, match="item 1 of Broken could not be read"):
+    with pytest.raises(SampleError, match=r"item 1 .*\bBroken\b"):
         Stream(Broken(), 10)[1]
-    with pytest.raises(DataError, match="Numbers gives no item"):
+    with pytest.raises(DataError, match=r"\bNumbers\b"):
         Stream(Numbers(0), 10)[0]
 
 
@@ -208,7 +209,7 @@ def test_items_that_cannot_be_read_keep_their_number() -> None:
     stream = Stream(Lines(70), 70)
     for number in range(140):
         if number % 70 in Lines.torn:
-            with pytest.raises(SampleError, match=f"item {number} of Lines could not be read"):
+            with pytest.raises(SampleError, match=rf"item {number} .*\bLines\b"):
                 stream[number]
         else:
             assert stream[number] == number % 70
@@ -327,10 +328,10 @@ def test_items_that_cannot_be_read_are_left_out_alike_on_one_and_three_ranks(tmp
     for run in ("one", "three"):
         rows = [row for file in (tmp_path / run).glob("skipped-rank*.jsonl") for row in read_jsonl(file)]
         assert sorted(row["index"] for row in rows) == [*Lines.torn, *(200 + number for number in Lines.torn[:3])]
-    assert any("7 training samples could not be read and left out" in getattr(event, "text", "") for event in events)
-    with pytest.raises(LockstepError, match="line 7 is torn"):
+    assert any(isinstance(event, Note) and event.key == "samples_skipped" and "7 " in event.text for event in events)
+    with pytest.raises(LockstepError, match=r"line 7\b"):
         attempt(Tearing, tmp_path / "stops", training=TORN["training"])
-    with pytest.raises(DataError, match=r"stream ended with an error: item 7 (.|\n)*no more items after"):
+    with pytest.raises(DataError, match=r"item 7 (.|\n)*\bwhy: "):
         attempt(Ending, tmp_path / "ends", **TORN)
 
 
@@ -395,5 +396,5 @@ def test_a_shuffle_buffer_that_a_cursor_leaves_out_is_told() -> None:
     class Cursor(Numbers):
         _ex_iterable = Part(BufferShuffledExamplesIterable(Part(None)))
 
-    assert "leaves out its shuffle buffer" in Stream(Cursor(9), 9).remark
-    assert "a resume continues" in Stream(Numbers(9), 9).remark
+    assert "shuffle" in Stream(Cursor(9), 9).remark
+    assert "shuffle" not in Stream(Numbers(9), 9).remark

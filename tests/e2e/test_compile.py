@@ -174,7 +174,7 @@ def test_a_model_that_the_user_compiles_is_saved_under_its_own_names(tmp_path: P
 
 
 def test_a_mode_without_compiling_is_refused() -> None:
-    with pytest.raises(ConfigError, match="compile is off"):
+    with pytest.raises(ConfigError, match=r"\bcompile_mode\b"):
         resolve({"training": {"compile_mode": "reduce-overhead"}})
-    with pytest.raises(ConfigError, match="compile_loss is set, but compile is off"):
+    with pytest.raises(ConfigError, match=r"\bcompile_loss\b"):
         resolve({"training": {"compile_loss": True}})

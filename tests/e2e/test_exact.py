@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
@@ -41,14 +42,14 @@ def test_weights_are_equal_bit_for_bit_on_any_world_size(alone: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--devices", "cpu,cpu,cpu"), "3 ranks do not divide 8 lanes"),
+        (("--devices", "cpu,cpu,cpu"), r"\b3 ranks .*\b8 lanes"),
         (("--devices", "cpu", "--set", "training.compile=true"), "training.compile"),
         (("--devices", "cpu,cpu", "--set", "distributed.sync_batchnorm=on"), "sync_batchnorm"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     output = train(tmp_path, *arguments, "--reproducibility", "exact", code=2)
-    assert words in output
+    assert re.search(words, output)
     assert "Traceback" not in output
     assert not (tmp_path / "run").exists()
 
@@ -58,5 +59,5 @@ def test_an_operator_without_a_deterministic_kernel_is_refused_by_name(tmp_path:
     task = f"{ROOT / 'tests' / 'toys.py'}:Nondeterministic"
     flags = ("--save-dir", "run", "--devices", devices, "--reproducibility", "exact")
     output = finish(start("train", task, *flags, cwd=tmp_path), code=2)
-    assert "reproducibility: exact cannot use put_" in output
+    assert re.search(r"reproducibility: exact .*\bput_", output)
     assert RunDir.open(tmp_path / "run").read().status == "failed"

@@ -172,13 +172,13 @@ def test_a_run_survives_a_killed_rank_a_killed_loader_worker_and_a_stopped_rank(
     assert output.count("was edited while the run trained") == 1 and run.run.config_file.read_text() == asked
     restarts = run.run.read().restarts
     killed, data, stopped = (restart["reason"] for restart in restarts)
-    assert killed == "rank 1 of 2 was killed by signal 9 (SIGKILL)"
-    assert data.startswith("rank 1 of 2 failed: RuntimeError: DataLoader worker")
-    assert re.fullmatch(r"rank 0 has sent no heartbeat for \d+ s, in .+", stopped)
+    assert killed.startswith("rank 1 ") and "SIGKILL" in killed
+    assert data.startswith("rank 1 ") and "DataLoader" in data
+    assert stopped.startswith("rank 0 ") and "heartbeat" in stopped
     for number, restart in enumerate(restarts, 1):
         assert restart["from_step"] % 2 == 0 or restart["from_step"] == 7
         assert 0 <= restart["lost_steps"] <= 3
-        assert f"started again ({number} of 3) from the checkpoint of step {restart['from_step']}: " in output
+        assert re.search(rf"\({number} of 3\).* step {restart['from_step']}: ", output)
 
 
 # Hangs.
@@ -189,9 +189,9 @@ def test_a_barrier_on_one_rank_is_named_with_its_line(tmp_path: Path) -> None:
     with drive(tmp_path, *QUIET, "--set", "task.fault=hook", "--set", "launch.hang_timeout_s=3") as run:
         output = run.finish(1)
     place = f"{faulty.__file__}:{line_of('lonely', 'dist.barrier()')} in lonely, in barrier"
-    assert f"rank 0 has made no progress for 3 s, in hooks and logging after step 4: {place}" in output
-    assert "rank 1: silent for 3 s in step 5" in output
-    assert "stack of rank 1, innermost call first" in output
+    assert re.search(rf"rank 0 .* 3 s, .* step 4: {place}", output)
+    assert re.search(r"rank 1: .* 3 s in step 5", output)
+    assert "stack of rank 1," in output
     assert "launch.hang_timeout_s" in output
     assert output.count("error: ") == 1
     assert run.run.status() == "failed"
@@ -201,8 +201,8 @@ def test_a_barrier_on_one_rank_is_named_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("sleep", "rank 1 has made no progress for 3 s, in step 4: {file}:{line} in sleep"),
-        ("barrier", "rank 0 has made no progress for 3 s, in step 4: {file}:{line} in barrier, in barrier"),
+        ("sleep", r"rank 1 .* 3 s, in step 4: {file}:{line} in sleep"),
+        ("barrier", r"rank 0 .* 3 s, in step 4: {file}:{line} in barrier, in barrier"),
     ],
 )
 def test_a_rank_that_hangs_in_its_loss(tmp_path: Path, fault: str, says: str) -> None:
@@ -210,7 +210,7 @@ def test_a_rank_that_hangs_in_its_loss(tmp_path: Path, fault: str, says: str) ->
     with drive(tmp_path, *settings, fresh=True) as run:  # of a fork, the tests' own frames are in the stacks
         output = run.finish(1)
     call = {"sleep": "time.sleep", "barrier": "dist.barrier"}[fault]
-    assert says.format(file=faulty.__file__, line=line_of(fault, call)) in output
+    assert re.search(says.format(file=faulty.__file__, line=line_of(fault, call)), output)
     run.resume()
 
 
@@ -221,9 +221,8 @@ def test_a_loaders_worker_that_hangs_is_named_with_the_line_that_it_is_at(tmp_pa
     with drive(tmp_path, *arguments, torchrun=torchrun) as run:
         output = run.finish(1)
     line = f"{faulty.__file__}:{line_of('__getitem__', 'of the disk')} in __getitem__"
-    says = rf"rank 1 has made no progress for \d+ s, in step \d, waiting for data: its loader's worker \d+ is at {line}"
-    assert re.search(says, output), output
-    assert "--num-workers 0" in output
+    assert re.search(rf"rank 1 .* in step \d, .* data: .* worker \d+ .*{line}", output), output
+    assert re.search(r"^fix: .*--num-workers 0", output, re.MULTILINE)
     run.resume()
 
 
@@ -234,15 +233,13 @@ def test_a_barrier_on_one_rank_is_named_where_no_launcher_watches(tmp_path: Path
         run.wait_for_step(4)
         output = run.finish(1)
     place = f"{faulty.__file__}:{line_of('lonely', 'dist.barrier()')} in "
-    assert re.search(
-        rf"^error: rank 0 has made no progress for \d+ s, in hooks .* step 4: {place}", output, re.MULTILINE
-    )
-    assert re.search(r"rank 1: silent for \d+ s in (step 5|hooks .*); ", output)
-    assert "stack of rank 1, innermost call first" in output
-    assert output.count("error: rank 0 has made") == 1
+    assert re.search(rf"^error: rank 0 .* hooks .* step 4: {place}", output, re.MULTILINE)
+    assert re.search(r"rank 1: .* s in (step 5|hooks .*); ", output)
+    assert "stack of rank 1," in output
+    assert output.count("error: rank 0 ") == 1
     assert f"{place}lonely" in (run.run.logs / "rank-1.log").read_text()
     assert run.run.status() == "failed"
-    assert str(run.run.read().error).startswith("rank 0 has made no progress for ")
+    assert str(run.run.read().error).startswith("rank 0 ")
 
 
 @pytest.mark.drill
@@ -253,8 +250,8 @@ def test_a_stopped_rank_is_missed_where_no_launcher_watches(tmp_path: Path) -> N
         stopped = rank_process(run, 1)
         stopped.send_signal(signal.SIGSTOP)
         output = run.finish(1)
-    assert re.search(r"^error: rank 1 has sent no heartbeat for \d+ s, in step \d", output, re.MULTILINE)
-    assert re.search(r"rank 1 \(stopped\): silent for \d+ s", output)
+    assert re.search(r"^error: rank 1 .* heartbeat .* in step \d", output, re.MULTILINE)
+    assert "rank 1 (stopped): " in output
     run.resume()
 
 
@@ -284,8 +281,8 @@ def test_a_long_evaluation_a_long_save_and_a_slow_first_step_are_no_hang(tmp_pat
 def test_a_rank_without_memory_is_told_with_a_batch_that_fits(tmp_path: Path) -> None:
     with drive(tmp_path, *QUIET, *SAVING, "--set", "task.fault=gpu_memory", "--batch-size", "16") as run:
         output = run.finish(1)
-    assert "rank 1 of 2 failed: torch.OutOfMemoryError: CUDA out of memory" in output
-    assert "lockstep resume RUN --set training.batch_size=N" in output
+    assert re.search(r"^error: rank 1 .*: torch\.OutOfMemoryError: ", output, re.MULTILINE)
+    assert "--set training.batch_size=N" in output
     run.cure()
     finish(start("resume", "run", "--set", "training.batch_size=8", cwd=tmp_path), timeout_s=100)
     run.assert_complete()
@@ -299,8 +296,7 @@ def test_a_rank_whose_memory_is_limited_fails_in_an_evaluation(tmp_path: Path) -
     fault = ("--set", "task.fault=memory", "--set", "task.evaluating=true", "--set", "task.at=7")
     with drive(tmp_path, *QUIET, *SAVING, *fault, "--batch-size", "16") as run:
         output = run.finish(1)
-    assert "rank 1 of 2 failed: RuntimeError: [enforce fail" in output
-    assert "DefaultCPUAllocator: can't allocate memory" in output
+    assert re.search(r"^error: rank 1 .*: RuntimeError: .*DefaultCPUAllocator", output, re.MULTILINE)
     assert "--set validation.batch_size=N" in output
 
 
@@ -308,7 +304,7 @@ def test_a_rank_whose_memory_is_limited_fails_in_an_evaluation(tmp_path: Path) -
 def test_one_device_without_memory_is_told_the_same(tmp_path: Path) -> None:
     with drive(tmp_path, *QUIET, *SAVING, "--set", "task.fault=memory", devices="cpu") as run:
         output = run.finish(1)
-    assert "the run failed: RuntimeError: [enforce fail" in output
+    assert re.search(r"^error: .*: RuntimeError: .*DefaultCPUAllocator", output, re.MULTILINE)
     assert output.count("error: ") == 1
     record = run.run.read()
     assert record.status == "failed"
@@ -328,13 +324,12 @@ def test_a_full_disk_ends_the_run_and_keeps_the_newest_checkpoint(tmp_path: Path
                 while True:
                     file.write(bytes(4096))
             output = run.finish(1)
-        assert "error: rank 0 of 2 failed: no space left to write" in output
-        assert "free some space" in output
+        assert re.search(r"^error: rank 0 .* space .*^fix: ", output, re.MULTILINE | re.DOTALL)
         assert "Traceback" not in output
         ballast.unlink()
         make_read_only(disk)
         refused = finish(start("resume", str(run.run.path), cwd=tmp_path), 1)
-        assert "is on a read-only file system" in refused
+        assert "read-only" in refused
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         run.resume()
 
@@ -345,7 +340,7 @@ def test_a_vanished_run_folder_ends_the_run(tmp_path: Path) -> None:
         run.wait_for_step(4)
         run.run.path.rename(tmp_path / "elsewhere")
         output = run.finish(1)
-    assert re.search(r"error: rank [01] of 2 failed: the folder of .* is missing", output)
+    assert re.search(rf"^error: rank [01] .*{run.run.path}", output, re.MULTILINE)
     assert "Traceback" not in output
     assert not run.run.path.exists(), "what is gone is not made anew"
     (tmp_path / "elsewhere").rename(run.run.path)

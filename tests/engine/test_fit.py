@@ -175,7 +175,7 @@ def test_another_monitor_starts_again_with_the_best(tmp_path: Path, capsys: pyte
     changes = {"training": {"max_steps": None}, "checkpoint": {"monitor": "val_loss"}}
     resumed(run, **changes, telemetry={"progress": "plain"})
     assert run.read().best_epoch == 2, "a loss is compared with losses, not with the best score"
-    assert "judged by val_score (max) and is now judged by val_loss (min)" in capsys.readouterr().out
+    assert re.search(r"val_score \(max\).* val_loss \(min\)", capsys.readouterr().out)
 
 
 class Level(Toy):
@@ -376,11 +376,11 @@ class Refused(Toy):
     ("returned", "words"),
     [
         (lambda total, count: total / count, "not a lockstep.Loss"),
-        (lambda total, count: (total.item(), count), "the task's loss total is not a tensor"),
-        (lambda total, count: (total / count, count), "the total of the loss is a mean"),
-        (lambda total, count: (total, torch.ones(3)), "the task's loss count is not one number"),
-        (lambda total, count: (total, -count), "the count of the loss is -"),
-        (lambda total, count: (total, torch.tensor(torch.nan)), "the count of the loss is nan"),
+        (lambda total, count: (total.item(), count), r"\btotal .*\btensor"),
+        (lambda total, count: (total / count, count), r"\btotal .*\bmean\b"),
+        (lambda total, count: (total, torch.ones(3)), r"\bcount .*\bnumber"),
+        (lambda total, count: (total, -count), "count .* -"),
+        (lambda total, count: (total, torch.tensor(torch.nan)), "count .* nan"),
     ],
 )
 def test_a_loss_is_checked_on_the_first_training_batch(tmp_path: Path, returned: Any, words: str) -> None:
@@ -408,7 +408,7 @@ class Uncounted(Toy):
 def test_epochs_in_which_nothing_counts_are_reported(tmp_path: Path) -> None:
     _, events = attempt(Uncounted, tmp_path / "run", training={"epochs": 2})
     notes = [event.text for event in events if isinstance(event, Note) and event.key == "nothing_counted"]
-    assert len(notes) == 2 and "A count of 0" in notes[0]
+    assert len(notes) == 2
 
 
 @pytest.mark.parametrize("kept", [Path("words"), np.random.default_rng(0), lambda: 1, torch.zeros(1, device="meta")])
@@ -572,12 +572,12 @@ def test_several_validation_sets_are_reported_by_name_and_can_be_monitored(tmp_p
         ]  # fmt: skip
         assert 0 <= row["val_noisy_accuracy"] <= 1
     assert run.read().best_metric["val_noisy_accuracy"] == max(row["val_noisy_accuracy"] for row in rows)
-    with pytest.raises(ConfigError, match=r"(?s)do not report.*did you mean val_noisy_accuracy"):
+    with pytest.raises(ConfigError, match=r"(?s)val_noisy_acuracy.*fix: .*\bval_noisy_accuracy\?"):
         trained(tmp_path / "mistyped", task=SeveralSets, checkpoint={"monitor": "val_noisy_acuracy", "mode": "max"})
     assert RunDir.open(tmp_path / "mistyped").steps() == [], "before the first step"
-    with pytest.raises(TaskError, match="two values of an evaluation are called val_noisy_loss"):
+    with pytest.raises(TaskError, match="val_noisy_loss"):
         trained(tmp_path / "twice", task=NamedAsASet)
-    with pytest.raises(DataError, match="'a b' is not a name for a validation set"):
+    with pytest.raises(DataError, match="'a b'"):
         lockstep.plan(BadName())
 
 
@@ -646,12 +646,12 @@ def test_a_scheduler_with_too_few_steps_is_refused_before_the_first_one(tmp_path
     assert run.status() == "completed"
     short = OneCycle()
     short.made_for = 25
-    with pytest.raises(TaskError, match="25 optimizer steps, the run has 26"):
+    with pytest.raises(TaskError, match=r"\b25 .*\b26\b"):
         trained(tmp_path / "short", task=short)
     assert not RunDir.open(tmp_path / "short").steps()
-    with pytest.raises(TaskError, match="26 optimizer steps, the run has 39"):
+    with pytest.raises(TaskError, match=r"\b26 .*\b39\b"):
         resumed(run, OneCycle, training={"epochs": 3})
-    with pytest.raises(TaskError, match="LambdaLR failed in its step 5") as caught:
+    with pytest.raises(TaskError, match=r"LambdaLR .*\b5\b") as caught:
         trained(tmp_path / "lambda", task=RunsOut())
     assert "IndexError" in caught.value.why
 
@@ -683,4 +683,4 @@ def test_values_in_half_precision_are_summed_in_single_and_a_sum_out_of_range_is
     skipped = {"training": {**run["training"], "max_skipped_share": 1.0}}
     _, events = attempt(Summed, tmp_path / "sums", **skipped)
     notes = [event for event in events if isinstance(event, Note) and event.key == "loss_out_of_range"]
-    assert len(notes) == 1 and "Loss(values, count)" in notes[0].text
+    assert len(notes) == 1 and "Loss(" in notes[0].text

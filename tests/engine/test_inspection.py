@@ -168,7 +168,7 @@ def test_what_differs_each_time_is_named_and_left_out() -> None:
     facts = TaskFacts(name="toy", train_samples=100, fingerprint=found, unstable=unstable)
     placement = resolve_placement(HardwareConfig(selected_devices=["cpu"]), DistributedConfig(), World(), machine(1))
     notes = make_plan(resolve({}), placement, facts, cores=4).notes
-    assert any("the field 'noise' of the training samples" in note.text for note in notes)
+    assert any("'noise'" in note.text for note in notes)
 
 
 class OnDisk:
@@ -298,7 +298,7 @@ def test_a_monitor_without_a_direction_is_refused() -> None:
     class Odd(Toy):
         monitor = ("val_accuracy", "highest")
 
-    with pytest.raises(TaskError, match=r"monitor is .*'highest'"):
+    with pytest.raises(TaskError, match=r"monitor .*'highest'"):
         inspect_task(Odd(), Odd().datasets(), "odd")
 
 
@@ -374,7 +374,7 @@ def test_nothing_of_a_first_try_without_values_reaches_the_second(reader: str, m
 
 
 def test_a_model_without_memory_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"0\.weight of the task's model is on the meta device"):
+    with pytest.raises(TaskError, match=r"0\.weight .*\bmeta\b"):
         refuse_meta(blueprint(Toy()))
 
 

@@ -129,12 +129,12 @@ def test_the_plan_decides(
 @pytest.mark.parametrize("device", [TURING, CPU])
 def test_tf32_is_refused_where_there_is_none(device: Device) -> None:
     config = resolve({}, {"hardware": {"selected_devices": [device.id], "precision": "tf32"}})
-    with pytest.raises(PrecisionError, match="tf32 is not supported on"):
+    with pytest.raises(PrecisionError, match=r"tf32 .*\b(cpu|gpu:\d+)\b"):
         resolve_placement(config.hardware, config.distributed, World(), [device, CPU])
 
 
 def test_tf32_and_float32_products_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match="tf32 and matmul_precision is highest"):
+    with pytest.raises(ConfigError, match=r"tf32 .*matmul_precision .*highest"):
         resolve({}, {"hardware": {"precision": "tf32", "matmul_precision": "highest"}})
 
 

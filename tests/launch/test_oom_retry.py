@@ -62,7 +62,7 @@ def test_the_micro_batch_is_halved_until_it_fits(tmp_path: Path, devices: str, s
 
 @pytest.mark.slow
 def test_what_is_too_large_at_one_sample_or_not_to_be_retried_fails(tmp_path: Path) -> None:
-    with pytest.raises(RankOutOfMemory, match="out of memory"):
+    with pytest.raises(RankOutOfMemory):
         lockstep.train(Large, settings(tmp_path / "fail", "cpu", batch_size=8, on_oom="fail"))
     with pytest.raises(RankOutOfMemory):
         lockstep.train(Large, settings(tmp_path / "far", "cpu", batch_size=200, epochs=9))

@@ -74,7 +74,7 @@ def test_parquet(run: RunDir, tmp_path: Path) -> None:
     ("data", "out", "error", "text"),
     [
         ("test", "a.xls", ConfigError, "not a format"),
-        ("no/such/file", "a.csv", DataError, "there is no no/such/file"),
+        ("no/such/file", "a.csv", DataError, "no/such/file"),
         ("test", "no_folder/a.csv", LockstepError, "there is no folder"),
         (".", "a.csv", LockstepError, r"(?s)cannot read data from .*name a split of the run"),
     ],
@@ -127,12 +127,12 @@ def test_a_column_of_another_length_and_none_are_refused(tmp_path: Path, monkeyp
         "telemetry": {"progress": "off", "system_metrics": False},
     }
     run = RunDir(lockstep.train(Wrong, settings).run_dir)
-    with pytest.raises(TaskError, match="one entry per sample"):
+    with pytest.raises(TaskError, match=r"predict\(\)"):
         predict(run, "val", tmp_path / "a.csv", task=Wrong)
-    with pytest.raises(TaskError, match=r"(?s)the task has no predictions.*define predict"):
+    with pytest.raises(TaskError, match=r"fix: .*\bpredict\(self"):
         predict(run, "val", tmp_path / "a.csv", task=Empty)
     monkeypatch.delattr("lockstep.api.finished.predict.compute")
-    with pytest.raises(TaskError, match=r"(?s)the task has no predictions.*define predict"):
+    with pytest.raises(TaskError, match=r"fix: .*\bpredict\(self"):
         predict(run, "val", tmp_path / "a.csv", task=Silent, devices="cpu,cpu")
 
 

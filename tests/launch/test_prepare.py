@@ -85,7 +85,7 @@ def test_paths_of_a_task_are_found_from_other_folders(tmp_path: Path, monkeypatc
     run = create_folder(config)
     assert changed_config(run, asked).task == config.task
     monkeypatch.chdir(run.path)
-    with pytest.raises(ConfigError, match="task differs"):
+    with pytest.raises(ConfigError, match=r"\btask\b"):
         changed_config(run, asked)
 
 
@@ -100,16 +100,16 @@ def test_a_run_without_a_plan_holds_nothing(tmp_path: Path) -> None:
     run = create_folder(settle(Toy, {**ON_TWO, "save_dir": str(tmp_path / "run")})[1])
     assert resume_point(run, hold=True, report=pytest.fail) is None
     run.plan_file.write_text("{}")
-    with pytest.raises(RunFolderError, match=r"plan\.json is damaged"):
+    with pytest.raises(RunFolderError, match=r"plan\.json"):
         resume_point(run, hold=True, report=pytest.fail)
 
 
 @pytest.mark.parametrize(
     ("telemetry", "words"),
     [
-        ({"wandb": True}, "wandb is not installed"),
-        ({"mlflow": True}, "mlflow is not installed"),
-        ({"tensorboard": "on"}, "tensorboard is not installed"),
+        ({"wandb": True}, "wandb"),
+        ({"mlflow": True}, "mlflow"),
+        ({"tensorboard": "on"}, "tensorboard"),
     ],
 )
 def test_telemetry_that_cannot_be_is_refused_before_there_is_a_run_or_an_attempt(
@@ -183,11 +183,11 @@ def test_a_claim_keeps_others_out_and_dies_with_its_process(tmp_path: Path) -> N
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == b"claimed\n"
-        with pytest.raises(RunFolderError, match="resumed by another process"), claim(run, 0.2):
+        with pytest.raises(RunFolderError, match=run.read().id), claim(run, 0.2):
             pass
         os.kill(other.pid, signal.SIGKILL)
         with claimed(run):
-            with pytest.raises(RunFolderError, match="resumed by another process"), claim(run, 0.0):
+            with pytest.raises(RunFolderError, match=run.read().id), claim(run, 0.0):
                 pass  # a thread of the same process is another one, too
             refused: list[RunFolderError] = []
             resuming = threading.Thread(target=lambda: refused.extend(claim_error(run)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def test_a_fit_is_a_run_and_other_subcommands_use_its_checkpoints(config: Path, 
     )
     assert [row["step"] for row in RunDir.open(tmp_path / "five").evaluations()] == [5, 6]
     more = ["--trainer.max_epochs", "3"]
-    with pytest.raises(ConfigError, match="not the folder of the checkpoint"):
+    with pytest.raises(ConfigError, match=r"--run_dir other\b"):
         run(["fit", "-c", str(config), "--run_dir", "other", "--ckpt_path", "out", *more])
     assert run(["fit", "-c", str(config), "--run_dir", "out", "--ckpt_path", "last", *more]) == 0
     assert [(row["epoch"], row["attempt"]) for row in folder.epochs()] == [(1, 1), (2, 1), (3, 2)]
@@ -140,33 +141,33 @@ def test_print_config_round_trips(config: Path, capsys: pytest.CaptureFixture[st
 def test_the_sections_contradict_each_other(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lightning", "fit", "-c", str(config), "--trainer.accelerator", "cpu", "--trainer.devices", "2"]) == 2
     error = capsys.readouterr().err
-    assert "trainer.accelerator=cpu, trainer.devices=2" in error
-    assert "fix: leave one of the two out" in error
+    assert "trainer.accelerator=cpu" in error and "trainer.devices=2" in error
+    assert "\nfix: " in error
     assert "Traceback" not in error
 
 
 def test_a_plain_lightning_cli_is_refused_as_the_class(config: Path) -> None:
     from lightning.pytorch.cli import LightningCLI
 
-    with pytest.raises(ConfigError, match="fix: inherit from lockstep"):
+    with pytest.raises(ConfigError, match=r"fix: .*\blockstep\b"):
         run(["fit", "-c", str(config)], cli_class=LightningCLI)  # type: ignore[arg-type]
 
 
 def test_what_lightning_refuses_is_one_error(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(config.parent, hardware={})
     assert main(["lightning", "validate", "-c", str(config), "--trainer.max_time", "soon"]) == 2
-    assert "Lightning refuses the trainer section" in capsys.readouterr().err
+    assert re.search(r"^error: .*\btrainer\b.*^why: ", capsys.readouterr().err, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--hardware.selected_devices", "[gpu:7]"], "there is no gpu:7 on this machine"),
+        (["--hardware.selected_devices", "[gpu:7]"], "gpu:7"),
         (["--hardware.precision", "8"], "hardware.precision"),
         (["--trainer.epochs", "3"], "trainer.epochs"),
-        (["--hardware.selected_devices", "null", "--trainer.strategy", "dp"], "trainer.strategy=dp is not available"),
+        (["--hardware.selected_devices", "null", "--trainer.strategy", "dp"], "trainer.strategy=dp "),
         (["--model", "no.such.Model"], "no.such.Model"),
-        (["--ckpt_path", "missing.ckpt"], "there is no checkpoint missing.ckpt"),
+        (["--ckpt_path", "missing.ckpt"], "missing.ckpt"),
     ],
 )
 def test_bad_values_are_told_in_words(
@@ -209,14 +210,14 @@ def test_a_fit_whose_module_fails_leaves_no_folder_and_a_second_one_has_its_own(
     command = ["fit", "-c", str(config), "--run_dir", "out"]
     for where in ("init", "setup"):
         (tmp_path / "broken").write_text(where)
-        with pytest.raises(ValueError, match=f"no luck in {where}"):
+        with pytest.raises(ValueError, match=where):
             run(command)
         assert not (tmp_path / "out").exists()
     (tmp_path / "broken").unlink()
     assert run(command) == 0
     done = RunDir.open(tmp_path / "out").read()
     assert run(command) == 0
-    assert "out has a run already, so this one is in out-2" in capsys.readouterr().err
+    assert "out-2" in capsys.readouterr().err
     assert RunDir.open(tmp_path / "out").read() == done
     assert RunDir.open(tmp_path / "out-2").read().status == "completed"
 
@@ -260,7 +261,7 @@ def test_a_checkpoint_path_that_is_no_run_is_an_error(
 ) -> None:
     for command in ("fit", "validate", "test", "predict"):
         assert main(["lightning", command, "-c", str(config), "--ckpt_path", path]) == 2
-        assert "there is no checkpoint" in capsys.readouterr().err
+        assert path in capsys.readouterr().err
     assert not (config.parent / "runs").exists()
 
 
@@ -301,7 +302,7 @@ def predicted(folder: Path, rank: int) -> list[Any]:
 
 def test_several_nodes_are_refused_before_anything_starts(config: Path) -> None:
     write_config(config.parent, hardware={})
-    with pytest.raises(ConfigError, match="torchrun or srun"):
+    with pytest.raises(ConfigError, match=r"(?s)num_nodes.*torchrun\b.*\bsrun"):
         run(["fit", "-c", str(config), "--trainer.num_nodes", "2", "--trainer.devices", "2"])
 
 

@@ -106,9 +106,9 @@ def test_ranks_share_every_step_evenly_and_each_sample_is_taken_once(
 def test_the_rest_of_an_epoch_that_other_devices_have_left_must_be_enough_for_every_micro_batch() -> None:
     """Fewer would be scaled as all of them: Lightning divides each loss by their number."""
     plan = batch_plan(samples=25, ranks=3, batch_size=2, accumulate=1, global_batch_size=10)
-    with pytest.raises(DataError, match=r"last 5 samples.* 3 ranks, each with 2 micro-batch") as caught:
+    with pytest.raises(DataError, match=r"5 samples.* 3 ranks, .*\b2 micro-batch") as caught:
         list(epoch_steps(plan, 0, 20))
-    assert "or on one" in caught.value.fix
+    assert "devices" in caught.value.fix
     alone = batch_plan(samples=25, ranks=1, batch_size=2, accumulate=1, global_batch_size=10)
     assert [len(step.micro_batches) for step in epoch_steps(alone, 0, 20)] == [5]
 
@@ -121,7 +121,7 @@ def test_evaluation_counts_each_sample_once_in_the_loaders_own_batches(
     loader = DataLoader(range(samples), batch_size, drop_last=drop_last)  # type: ignore[arg-type]
     whole = [batch.tolist() for batch in loader]
     if ranks > 1 and sum(map(len, whole)) < ranks:
-        with pytest.raises(DataError, match="cannot be evaluated"):
+        with pytest.raises(DataError, match=rf"{samples} samples? .*\b{worlds[0].size} ranks"):
             SharedBatches(samples, batch_size, worlds[0], drop_last=drop_last)
         return
     shares = [SharedBatches(samples, batch_size, world, drop_last=drop_last) for world in worlds]
@@ -199,7 +199,7 @@ def test_an_evaluation_loader_with_a_sampler_of_its_own_stays_on_one_rank_and_is
 ) -> None:
     loader = DataLoader(numbers(4), **own)
     assert evaluation_loader(loader, World(), 1) is loader
-    with pytest.raises(UnsupportedError, match=r"it has a \w*Sampler"):
+    with pytest.raises(UnsupportedError, match=r"\w+Sampler"):
         evaluation_loader(loader, World(size=2, local_size=2), 1)
 
 

@@ -109,7 +109,7 @@ def test_boring_models_and_loaders_are_trained_as_the_trainer_takes_them(tmp_pat
     for number, (steps, call) in enumerate(calls):
         result = call(settings(tmp_path / str(number)))
         assert (result.status, result.step) == ("completed", steps)
-    with pytest.raises(TaskError, match="NoData has no training data"):
+    with pytest.raises(TaskError, match=r"\bNoData\b"):
         fit(NoData(), config=settings(tmp_path / "none"))
     with pytest.raises(ConfigError, match="data module and loaders"):
         fit(NoData(), BoringDataModule(), loader(), config=settings(tmp_path / "none"))
@@ -120,7 +120,7 @@ def test_what_is_not_known_of_the_trainer_yet_is_named(tmp_path: Path) -> None:
         def setup(self, stage: str) -> None:
             self.trainer.estimated_stepping_batches  # noqa: B018
 
-    with pytest.raises(TaskError, match=r"self\.trainer\.estimated_stepping_batches is not known.*\n.*world_size"):
+    with pytest.raises(TaskError, match=r"self\.trainer\.estimated_stepping_batches .*\n.*world_size"):
         fit(Curious(), config=settings(tmp_path))
 
 
@@ -158,11 +158,11 @@ def test_on_one_device_loaders_keep_their_own_order(tmp_path: Path) -> None:
     for number, ((module, train), steps) in enumerate(zip(cases, (32, 16, 32), strict=True)):
         result = fit(module, train, config=settings(tmp_path / str(number)))
         assert (result.status, result.step) == ("completed", steps)
-    with pytest.raises(UnsupportedError, match=r"how many batches.*\n.*\n.*max_steps"):
+    with pytest.raises(UnsupportedError, match=r"fix: .*training\.max_steps"):
         fit(NoData(), BoringDataModuleNoLen(), config=settings(tmp_path / "endless"))
     result = fit(NoData(), BoringDataModuleNoLen(), config=settings(tmp_path / "ended", max_steps=600))
     assert (result.status, result.step) == ("completed", 600), "the 512 batches are read again"
-    with pytest.raises(ConfigError, match="does not divide the 16 batches"):
+    with pytest.raises(ConfigError, match=r"training\.accumulate=3 .*\b16\b"):
         fit(Paired(), pair, config=settings(tmp_path / "ragged", accumulate=3))
 
 
@@ -199,17 +199,17 @@ def test_what_modules_log_decides_what_is_shown(tmp_path: Path, capfd: pytest.Ca
 
     result, output, _ = trained(SeveralValidations(), callbacks=[RichProgressBar()])
     assert result.best_metric == {"val_loss/dataloader_idx_0": 1.0, "val_loss/dataloader_idx_1": 2.0}
-    assert "val_loss/dataloader_idx_0 is monitored" in output
+    assert "val_loss/dataloader_idx_0 " in output
     result, output, rows = trained(LoggedByHand())
     assert "nan" not in output
     assert all(row["loss"] > 0 for row in rows)
     result, output, rows = trained(SaysNothing())
     assert not any("loss" in line for line in output.splitlines() if " step " in line)
     assert [row["loss"] for row in rows] == [None] * 8
-    assert "do not report 'val_loss'" in output
+    assert "checkpoint.monitor" in output
     result, _, rows = trained(Untrained())
     assert (result.status, rows[-1]["lr"]) == ("completed", None)
     config = settings(tmp_path / "half", epochs=1)
     config["hardware"]["precision"] = "16-mixed"
     fit(BoringModel(), config=config)
-    assert "uses bf16-mixed instead of 16-mixed" in str(RunDir.open(tmp_path / "half").plan()["notes"])
+    assert "precision_changed" in {note["key"] for note in RunDir.open(tmp_path / "half").plan()["notes"]}

@@ -93,8 +93,8 @@ def test_the_callers_callbacks_have_their_state_and_the_run_its_metrics(tmp_path
         ({"gathers": True}, "all_gather"),
         ({"mixes": "names"}, r"rank 0 train_0; rank 1 train_1"),
         ({"mixes": "number"}, r"rank 0 train_0; rank 1 train_0, train_1"),
-        ({"differs": "train"}, "rank 1 has other train data"),
-        ({"differs": "val"}, "rank 1 has other val data"),
+        ({"differs": "train"}, r"rank 1 .*\btrain\b"),
+        ({"differs": "val"}, r"rank 1 .*\bval\b"),
     ],
 )
 def test_what_ranks_do_not_share_is_refused(tmp_path: Path, model: dict[str, Any], words: str) -> None:

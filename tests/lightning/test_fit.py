@@ -252,7 +252,7 @@ class Large(own.Classifier):
 def test_the_advice_on_memory_is_on_the_modules_loader(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="out of memory") as found:
         fit(Large(), own.Numbered(), hardware=ONE, config=settings(tmp_path))
-    assert "a smaller batch_size in the module's DataLoader" in found.value.fix
+    assert "DataLoader" in found.value.fix
     assert "training.batch_size" not in found.value.fix
 
 
@@ -312,7 +312,7 @@ def test_a_module_that_does_not_show_its_input_is_exported_without_a_program(tmp
     task = {"datamodule": f"{FILE}:Numbered"}
     lockstep.train(f"{FILE}:Unshown", settings(tmp_path, epochs=1) | {"hardware": ONE, "task": task})
     run = lockstep.Run(tmp_path / "run")
-    with pytest.raises(DataError, match=r"inputs of the module.s forward\(\) are not known"):
+    with pytest.raises(DataError, match="example_input_array"):
         run.export(tmp_path / "out", program=True)
     run.export(tmp_path / "out")
     names = {file.name for file in (tmp_path / "out").iterdir()}
@@ -419,7 +419,7 @@ def test_validations_between_epochs_come_besides_those_at_their_ends(tmp_path: P
     config = settings(tmp_path, accumulate=2) | {"validation": {"every_steps": 3, "every_epochs": 2, "sanity_steps": 0}}
     fit(own.Classifier(), own.Numbered(), hardware=ONE, config=config, trainer={"callbacks": [Watch()]})
     assert steps == [3, 6, 8]
-    with pytest.raises(ConfigError, match="check_val_every_n_epoch are both given"):
+    with pytest.raises(ConfigError, match=r"validation\.every_steps .*check_val_every_n_epoch"):
         config["save_dir"] = str(tmp_path / "other")
         fit(own.Classifier(), own.Numbered(), hardware=ONE, config=config, trainer={"check_val_every_n_epoch": 1})
     assert not (tmp_path / "other").exists()
@@ -552,7 +552,7 @@ def test_a_callback_that_stops_at_a_validation_within_an_epoch_saves_the_state_b
 
 def test_the_command_line_cannot_resume_an_object_of_a_script(tmp_path: Path) -> None:
     fit(own.Classifier(), own.Numbered(), hardware=ONE, config=settings(tmp_path, max_steps=1))
-    with pytest.raises(TaskError, match="was an object of a program"):
+    with pytest.raises(TaskError, match=r"(?s)\bLightningModule\b.*fit\(…, resume=True\)"):
         lockstep.Run(tmp_path / "run").resume(training={"max_steps": 2})
 
 
@@ -619,8 +619,8 @@ def test_the_trainers_own_callbacks_profiler_and_sanity_check_are_there(tmp_path
     run = RunDir.open(tmp_path / "run")
     assert (run.checkpoints / "last").exists(), "the run keeps its checkpoints, not the Trainer"
     notes = " ".join(note["text"] for note in run.plan()["notes"])
-    assert "optimizer.lr has no effect" in notes
-    assert "data.num_workers has no effect" in notes
+    assert "optimizer.lr " in notes
+    assert "data.num_workers " in notes
 
 
 def test_a_failure_in_the_module_is_the_runs_error(tmp_path: Path) -> None:
@@ -667,7 +667,7 @@ def test_a_module_without_the_step_of_a_split_is_one_error() -> None:
         test_step = pl.LightningModule.test_step
 
     task = ModuleTask(module=Untested(), datamodule=own.Numbered())
-    with pytest.raises(TaskError, match=r"Untested has no test_step\(\)"):
+    with pytest.raises(TaskError, match=r"Untested .*test_step\(\)"):
         evaluate_module(task, "test", PLACEMENT, seed=1)
 
 
@@ -693,13 +693,10 @@ def test_what_a_module_adds_to_its_checkpoints_is_kept_or_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = settings(tmp_path) | {"telemetry": {"log_interval": 1, "progress": "plain"}}
-    with pytest.raises(ConfigError, match="hardware is given twice"):
+    with pytest.raises(ConfigError, match=r"(?s)hardware\b.*devices="):
         fit(Unusual(), own.Numbered(), hardware=ONE, config=config, devices="cpu")
     fit(Unusual(), own.Numbered(), devices="cpu", config=config, trainer={"callbacks": [StopAfter(3)]})
-    assert (
-        "Not in the checkpoints, since only unpickling code could read it again: places (dict)."
-        in capsys.readouterr().out
-    )
+    assert "places (dict)" in capsys.readouterr().out
     again = Unusual()
     assert fit(again, own.Numbered(), config=config, resume=True).status == "completed"
     assert again.loaded is not None
@@ -736,7 +733,7 @@ class Growing(own.Numbered):
 
 def test_a_training_set_that_changes_its_length_is_refused_before_the_first_step(tmp_path: Path) -> None:
     trainer = {"reload_dataloaders_every_n_epochs": 1}
-    with pytest.raises(DataError, match="length of 30 in epoch 3, and of 20"):
+    with pytest.raises(DataError, match=r"\b30 .*\b3, .*\b20\b"):
         fit(own.Classifier(), Growing(), hardware=ONE, config=settings(tmp_path, epochs=4), trainer=trainer)
     assert not (tmp_path / "run").exists()
     data = Growing()

@@ -145,7 +145,7 @@ def test_a_module_whose_steps_return_mappings_and_log_nothing_is_trained(modules
     assert row["train_loss"] > 0
 
 
-@pytest.mark.parametrize(("name", "reason"), [("Manual", "optimizes manually"), ("Two", "2 optimizers")])
+@pytest.mark.parametrize(("name", "reason"), [("Manual", "manually"), ("Two", "2 optimizers")])
 def test_what_has_no_single_step_is_refused(modules: Path, name: str, reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         lockstep.verify(f"{modules}:{name}", devices="cpu,cpu", steps=4)

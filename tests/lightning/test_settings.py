@@ -75,14 +75,14 @@ def test_the_trainer_section_alone_decides(trainer: dict[str, Any], devices: Any
 
 @pytest.mark.parametrize("trainer", [{"devices": 2}, {"precision": "16-true"}, {}])
 def test_several_nodes_need_a_launcher(trainer: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="num_nodes is 2"):
+    with pytest.raises(ConfigError, match=r"num_nodes .*\b2\b"):
         placed(None, num_nodes=2, **trainer)
 
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(DeviceError, match="gpu:7"):
         placed(["gpu:7"])
-    with pytest.raises(DeviceError, match="no device is selected"):
+    with pytest.raises(DeviceError, match="--devices"):
         placed([])
     for trainer in ({"strategy": "ddp_fork", "devices": 2}, {"strategy": "fsdp"}, {"accelerator": "tpu"}):
         with pytest.raises(UnsupportedError):

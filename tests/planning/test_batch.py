@@ -78,7 +78,7 @@ def test_an_epoch_is_cut_into_windows_without_gap_or_overlap(
 @given(**sizes)
 def test_dropping_leaves_full_steps_only(samples, ranks, batch_size, accumulate):
     if samples < ranks * batch_size * accumulate:
-        with pytest.raises(ConfigError, match="leaves no step"):
+        with pytest.raises(ConfigError, match=rf"\bdrop\b.*\b{samples} samples"):
             resolve(samples=samples, ranks=ranks, batch_size=batch_size, accumulate=accumulate, tail="drop")
         return
     plan = resolve(samples=samples, ranks=ranks, batch_size=batch_size, accumulate=accumulate, tail="drop")
@@ -166,12 +166,12 @@ def test_too_few_samples_for_batchnorm_are_refused(samples):
 
 
 def test_a_global_batch_smaller_than_the_devices_is_refused():
-    with pytest.raises(ConfigError, match="cannot be shared by 4 devices"):
+    with pytest.raises(ConfigError, match=r"\b3 .*\b4 devices"):
         resolve(ranks=4, global_batch_size=3)
 
 
 def test_a_global_batch_of_one_is_refused_under_batchnorm():
-    with pytest.raises(ConfigError, match="too small for a model with BatchNorm"):
+    with pytest.raises(ConfigError, match=r"\b1 .*BatchNorm"):
         resolve(ranks=1, batch_size=1, has_batchnorm=True)
 
 
@@ -246,7 +246,7 @@ def test_lengths_turn_bucketing_on_and_their_absence_leaves_a_shuffle():
 
 
 def test_bucketing_without_lengths_is_refused():
-    with pytest.raises(ConfigError, match="the task gives no lengths"):
+    with pytest.raises(ConfigError, match=r"data\.bucketing .*\blengths\b"):
         ordered(bucketing="on", lengths=False)
 
 
@@ -264,7 +264,7 @@ def test_given_sizes_are_taken_and_the_other_one_fits():
     assert (ordered(bucket_block=33)[0].window, ordered(bucket_block=33)[0].block) == (264, 33)
     assert ordered(bucket_window=90, bucket_block=30)[0] == OrderPlan(window=90, block=30, lanes=8)
     assert "as configured" in ordered(bucket_window=80)[1].reason
-    with pytest.raises(ConfigError, match="windows of 100 samples cannot be cut into blocks of 30"):
+    with pytest.raises(ConfigError, match=r"\b100 samples .*\b30\b"):
         ordered(bucket_window=100, bucket_block=30)
 
 
@@ -296,6 +296,6 @@ def test_a_resume_with_another_order_is_refused_naming_both(held, settings, word
 def test_a_step_wider_than_a_block_and_sizes_without_effect_are_noted():
     assert not list(order_notes(DataConfig(), BUCKETED, 128))
     (note,) = order_notes(DataConfig(), BUCKETED, 129)
-    assert note.key == "small_blocks" and "bucket_block of at least 129" in note.text
+    assert note.key == "small_blocks" and "129" in note.text
     assert not list(order_notes(DataConfig(), OrderPlan(), 4096))
     assert [note.key for note in order_notes(DataConfig(bucket_window=64), OrderPlan(), 1)] == ["settings_unused"]

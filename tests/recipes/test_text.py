@@ -145,7 +145,7 @@ def test_the_end_token_is_the_declared_one(tmp_path: Path) -> None:
         again.load_state_dict(made.state_dict())
         assert again.tokenizer.end == made.tokenizer.end
     beside.write_text('{"eos_token": "<none>"}')
-    with pytest.raises(DataError, match="has no token <none>"):
+    with pytest.raises(DataError, match="<none>"):
         read_tokenizer(file)
 
 
@@ -211,7 +211,7 @@ def test_an_export_has_the_tokenizer_as_transformers_reads_it(tmp_path: Path) ->
     assert again.tokenizer.state()["tokenizer"] == made.tokenizer.state()["tokenizer"]
     assert again.model().get_input_embeddings().num_embeddings == 300
     (tmp_path / "pretrained" / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"trained with 300 tokens, and task\.tokenizer has 257"):
+    with pytest.raises(ConfigError, match=r"\b300 tokens.*task\.tokenizer .*\b257\b"):
         task(written(tmp_path), model=tmp_path / "pretrained").model()
 
 
@@ -245,8 +245,8 @@ def test_a_text_model_with_pictures_is_trained_on_texts(tmp_path: Path) -> None:
     [
         ("Bert", {}, "sees the tokens that it predicts"),
         ("XLNet", {}, "sees the tokens that it predicts"),
-        ("Mamba", {"lora": 2}, "peft has no adapters"),
-        ("T5", {}, "cannot make a causal language model"),
+        ("Mamba", {"lora": 2}, r"\bpeft\b"),
+        ("T5", {}, "causal"),
     ],
 )
 def test_models_of_transformers_that_cannot_be_trained_so(
@@ -269,7 +269,7 @@ def test_a_model_with_fewer_tokens_than_bytes_is_refused_with_what_helps(tmp_pat
     library = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     library.LlamaConfig(vocab_size=256, **sizes).save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match="256 tokens, and the tokenizer 257") as caught:
+    with pytest.raises(ConfigError, match=r"\b256 tokens.*\b257\b") as caught:
         task(written(tmp_path), model=tmp_path / "model").model()
     assert "task.vocabulary" not in str(caught.value), "bytes have 257 tokens with any"
 

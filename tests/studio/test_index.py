@@ -27,7 +27,7 @@ def test_a_run_is_found_by_its_id_and_by_its_folder(home: Home) -> None:
     index = RunIndex(home, Starts(home))
     for ref in ("run-0000aaaa", "mine"):
         assert (index.summary(ref)["id"], index.run(ref).path.name) == ("run-0000aaaa", "mine")
-    with pytest.raises(LockstepError, match="no run 'run-0000bbbb'"):
+    with pytest.raises(LockstepError, match="'run-0000bbbb'"):
         index.summary("run-0000bbbb")
 
 

@@ -289,11 +289,11 @@ def test_a_key_cannot_smuggle_another_setting_into_the_command(address: Address,
 @pytest.mark.slow
 def test_a_start_takes_keys_of_the_task_only_and_few_ranks(address: Address) -> None:
     bad = {"task": "har", "config": {"task": {"nothing": "x"}, "hardware": {"selected_devices": ["cpu"]}}}
-    assert "no setting 'nothing'" in address.post("/api/runs", bad, 422)["message"]
+    assert "'nothing'" in address.post("/api/runs", bad, 422)["message"]
     many = {"task": "har", "config": {"hardware": {"selected_devices": ["cpu"] * 1024}}}
     for path in ("runs", "preview"):
-        assert "too many" in address.post(f"/api/{path}", many, 422)["message"]
-    assert "too many" in address.post("/api/plan", many)["run"]["reason"]
+        assert "1024" in address.post(f"/api/{path}", many, 422)["message"]
+    assert "1024" in address.post("/api/plan", many)["run"]["reason"]
 
 
 def test_labels_of_a_foreign_run_are_bounded(address: Address, folder: Path) -> None:

@@ -52,18 +52,18 @@ def test_the_folder_decides_the_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "data_dir", "error", "message"),
     [
-        ({}, "missing", DataError, "there is no folder"),
+        ({}, "missing", DataError, "missing"),
         ({}, ".", DataError, "holds no data that this task knows"),
-        ({"source": "uci"}, ".", DataError, "does not hold UCI-HAR"),
-        ({"source": "uci"}, None, ConfigError, "no folder for the data"),
-        ({"source": "pt"}, ".", DataError, "train.pt is missing"),
-        ({"source": "watch"}, ".", ConfigError, "reads no folder"),
-        ({"source": "synthetic"}, ".", ConfigError, "reads no folder"),
+        ({"source": "uci"}, ".", DataError, "UCI-HAR"),
+        ({"source": "uci"}, None, ConfigError, "--data-dir"),
+        ({"source": "pt"}, ".", DataError, "train.pt"),
+        ({"source": "watch"}, ".", ConfigError, "data.data_dir"),
+        ({"source": "synthetic"}, ".", ConfigError, "data.data_dir"),
         ({**SMALL, "val_subjects": (1,)}, None, ConfigError, "task.val_subjects"),
         ({**SMALL, "test_subjects": (1,)}, None, ConfigError, "task.test_subjects"),
-        ({"val_subjects": (9,)}, None, ConfigError, "subject 9 is in"),
-        ({**SMALL, "synthetic_shape": (2, 32), "rotate_deg": 5}, None, ConfigError, "xyz triples"),
-        ({**SMALL, "mode": "first", "gain": 0.1}, None, ConfigError, "do not work with task.mode=first"),
+        ({"val_subjects": (9,)}, None, ConfigError, "subject 9 "),
+        ({**SMALL, "synthetic_shape": (2, 32), "rotate_deg": 5}, None, ConfigError, "xyz"),
+        ({**SMALL, "mode": "first", "gain": 0.1}, None, ConfigError, "task.mode=first"),
     ],
 )
 def test_settings_that_do_not_fit_are_one_clear_error(
@@ -95,7 +95,7 @@ def test_data_that_is_there_is_not_downloaded(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean task\.dropout"):
+    with pytest.raises(ConfigError, match=r"fix: .*\btask\.dropout\?"):
         make_task(HarTask, {"drop_out": 0.1})
     for bad in ({"hidden": (0,)}, {"dropout": 1.0}, {"synthetic_shape": (0, 4)}, {"label_smoothing": float("nan")}):
         with pytest.raises(ValidationError):
@@ -223,13 +223,13 @@ def test_the_settings_of_a_model_reach_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden": (8,) * 6}, "halve the time axis"),
-        ({"model": "vit_plots", "hidden": (8, 8)}, "one width"),
-        ({"model": "vit_plots", "hidden": (9,)}, "multiple of the 4 heads"),
+        ({"hidden": (8,) * 6}, "halve"),
+        ({"model": "vit_plots", "hidden": (8, 8)}, "width"),
+        ({"model": "vit_plots", "hidden": (9,)}, "4 heads"),
     ],
 )
 def test_a_model_that_does_not_fit_is_a_clear_error(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match="does not fit") as caught:
+    with pytest.raises(ConfigError, match=r"task\.model=") as caught:
         make(**SMALL, **settings).model()
     assert message in caught.value.why
 

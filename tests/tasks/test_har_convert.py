@@ -90,7 +90,7 @@ def test_the_file_is_the_same_every_time_and_needs_no_pickle(
 def test_another_file_is_refused_before_it_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "source.npy").write_bytes(pickled(made_up()))
     assert CONVERTER.main([str(tmp_path / "source.npy"), "--output", str(tmp_path / "out.npz")]) == 2
-    assert "does not hold seglearn 1.2.5's" in capsys.readouterr().err
+    assert "source.npy" in capsys.readouterr().err
     assert not (tmp_path / "out.npz").exists()
 
 

@@ -63,27 +63,27 @@ SAMPLES, LABELS = torch.randn(4, 3, 16), torch.tensor([0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "val.pt").unlink(), "val.pt is missing"),
-        (lambda folder: (folder / "val.pt").write_bytes(b""), "cannot read"),
-        (lambda folder: (folder / "val.pt").write_bytes(b"no tensor at all"), "cannot read"),
-        (cut, "cannot read"),
-        (lambda folder: torch.save(SAMPLES, folder / "val.pt"), "does not hold samples and labels"),
-        (save("val.pt", samples=SAMPLES), "does not hold samples and labels"),
-        (save("val.pt", samples=SAMPLES.tolist(), labels=LABELS), "does not hold samples and labels"),
-        (save("val.pt", samples=SAMPLES, labels=LABELS[:3]), "4 windows but 3 labels"),
+        (lambda folder: (folder / "val.pt").unlink(), r"val\.pt .*missing"),
+        (lambda folder: (folder / "val.pt").write_bytes(b""), r"read .*val\.pt"),
+        (lambda folder: (folder / "val.pt").write_bytes(b"no tensor at all"), r"read .*val\.pt"),
+        (cut, r"read .*test\.pt"),
+        (lambda folder: torch.save(SAMPLES, folder / "val.pt"), r"val\.pt .*\bsamples\b"),
+        (save("val.pt", samples=SAMPLES), r"val\.pt .*\bsamples\b"),
+        (save("val.pt", samples=SAMPLES.tolist(), labels=LABELS), r"val\.pt .*\bsamples\b"),
+        (save("val.pt", samples=SAMPLES, labels=LABELS[:3]), r"\b4 .*\b3 labels"),
         (save("val.pt", samples=SAMPLES[:, 0], labels=LABELS), r"shape \(4, 16\)"),
         (save("val.pt", samples=SAMPLES[:0], labels=LABELS[:0]), "no window"),
-        (save("val.pt", samples=SAMPLES / 0, labels=LABELS), "window 0 holds values that are not finite"),
-        (save("val.pt", samples=SAMPLES, labels=LABELS + 1), "labels go from 1 to 4, out of range"),
-        (save("train.pt", samples=SAMPLES, labels=LABELS - 1), "labels go from -1 to 2, out of range"),
-        (save("train.pt", samples=SAMPLES, labels=LABELS + 1_000_000), "4 windows and the label 1000003"),
-        (save("val.pt", samples=SAMPLES, labels=LABELS.float()), "type float32"),
-        (save("val.pt", samples=SAMPLES, labels=LABELS[:, None]), r"labels have shape \(4, 1\)"),
+        (save("val.pt", samples=SAMPLES / 0, labels=LABELS), r"window 0 .*finite"),
+        (save("val.pt", samples=SAMPLES, labels=LABELS + 1), r"\b1 to 4\b"),
+        (save("train.pt", samples=SAMPLES, labels=LABELS - 1), r"-1 to 2\b"),
+        (save("train.pt", samples=SAMPLES, labels=LABELS + 1_000_000), r"\b4 .*\b1000003\b"),
+        (save("val.pt", samples=SAMPLES, labels=LABELS.float()), "float32"),
+        (save("val.pt", samples=SAMPLES, labels=LABELS[:, None]), r"labels .*\(4, 1\)"),
         (
             save("val.pt", samples=SAMPLES[..., :15], labels=LABELS),
-            r"windows of shape \(3, 15\), train.pt of \(3, 16\)",
+            r"\(3, 15\), train\.pt .*\(3, 16\)",
         ),
-        (save("val.pt", samples=SAMPLES.to(torch.complex64), labels=LABELS), "type torch.complex64"),
+        (save("val.pt", samples=SAMPLES.to(torch.complex64), labels=LABELS), "torch.complex64"),
     ],
 )
 def test_bad_files_are_one_clear_error(damage: Callable[[Path], None], message: str, folder: Path) -> None:
@@ -95,6 +95,6 @@ def test_bad_files_are_one_clear_error(damage: Callable[[Path], None], message: 
 
 def test_a_file_cannot_run_code(folder: Path, tmp_path: Path) -> None:
     torch.save({"samples": Evil(tmp_path / "made"), "labels": LABELS}, folder / "train.pt")
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(DataError, match=r"train\.pt"):
         load_tensors(folder)
     assert not (tmp_path / "made").exists()

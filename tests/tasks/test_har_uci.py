@@ -43,7 +43,7 @@ def test_the_official_split_holds_and_validation_takes_the_last_fifth_of_the_tra
 
 
 def test_a_test_subject_cannot_validate(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="no subject 2"):
+    with pytest.raises(ConfigError, match=r"\b2\b"):
         load_uci(folder, val_subjects=[2])
 
 
@@ -61,20 +61,20 @@ SIGNALS = f"train/Inertial Signals/{CHANNELS[4]}_train.txt"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / SIGNALS).unlink(), "body_gyro_y_train.txt is missing"),
-        (lambda folder: (folder / "train/y_train.txt").unlink(), "y_train.txt is missing"),
-        (lambda folder: (folder / SIGNALS).write_text(""), "is empty"),
-        (lambda folder: (folder / SIGNALS).write_bytes(b"\xff\xfe\x00"), "cannot read"),
-        (edit(SIGNALS, lambda rows: rows[:-1]), "has 59 windows, y_train.txt has 60"),
-        (edit(SIGNALS, lambda rows: [*rows[:-1], rows[-1][:200]]), "cannot read"),
-        (edit(SIGNALS, lambda rows: ["one two", *rows[1:]]), "cannot read"),
-        (edit(SIGNALS, lambda rows: [row[:1600] for row in rows]), "numbers in a row, not 128"),
-        (edit(SIGNALS, lambda rows: [rows[0].replace(rows[0].split()[3], "nan"), *rows[1:]]), "not finite"),
-        (edit("train/y_train.txt", lambda rows: ["7", *rows[1:]]), "labels go from 1 to 7, out of range"),
-        (edit("train/y_train.txt", lambda rows: ["0", *rows[1:]]), "labels go from 0 to 6, out of range"),
-        (edit("train/y_train.txt", lambda rows: ["1.5", *rows[1:]]), "cannot read"),
-        (edit("train/subject_train.txt", lambda rows: rows[:-1]), "59 subjects but 60 labels"),
-        (edit("test/y_test.txt", lambda rows: rows[:-1]), "y_test.txt has 23"),
+        (lambda folder: (folder / SIGNALS).unlink(), r"body_gyro_y_train\.txt .*missing"),
+        (lambda folder: (folder / "train/y_train.txt").unlink(), r"y_train\.txt .*missing"),
+        (lambda folder: (folder / SIGNALS).write_text(""), "empty"),
+        (lambda folder: (folder / SIGNALS).write_bytes(b"\xff\xfe\x00"), r"read .*\.txt"),
+        (edit(SIGNALS, lambda rows: rows[:-1]), r"\b59 .*y_train\.txt .*\b60"),
+        (edit(SIGNALS, lambda rows: [*rows[:-1], rows[-1][:200]]), r"read .*\.txt"),
+        (edit(SIGNALS, lambda rows: ["one two", *rows[1:]]), r"read .*\.txt"),
+        (edit(SIGNALS, lambda rows: [row[:1600] for row in rows]), r"\b128\b"),
+        (edit(SIGNALS, lambda rows: [rows[0].replace(rows[0].split()[3], "nan"), *rows[1:]]), "finite"),
+        (edit("train/y_train.txt", lambda rows: ["7", *rows[1:]]), r"\b1 to 7\b"),
+        (edit("train/y_train.txt", lambda rows: ["0", *rows[1:]]), r"\b0 to 6\b"),
+        (edit("train/y_train.txt", lambda rows: ["1.5", *rows[1:]]), r"read .*\.txt"),
+        (edit("train/subject_train.txt", lambda rows: rows[:-1]), r"\b59 .*\b60 labels"),
+        (edit("test/y_test.txt", lambda rows: rows[:-1]), r"y_test\.txt .*\b23"),
     ],
 )
 def test_a_damaged_folder_is_one_clear_error(damage: Callable[[Path], None], message: str, folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_an_archive_of_something_else_is_refused(tmp_path: Path, monkeypatch: py
         content.writestr("readme.txt", b"something else")
     with (
         serve(Site((tmp_path / "other.zip").read_bytes())) as site,
-        pytest.raises(DataError, match="does not hold UCI HAR Dataset"),
+        pytest.raises(DataError, match="UCI HAR Dataset"),
     ):
         fetch_uci(tmp_path / "data", url=site.url, sha256=sha256(tmp_path / "other.zip"))
     assert find_uci(tmp_path / "data") is None

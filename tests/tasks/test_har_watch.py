@@ -84,16 +84,16 @@ def test_subjects_can_be_chosen() -> None:
 @pytest.mark.parametrize(
     ("val", "test", "message"),
     [
-        ([11], [1], "no subject 11"),
-        ([1, 2], [2], "subject 2 is in task.val_subjects and task.test_subjects"),
-        ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10], "leaves no subject for training"),
-        ([], [1], "leaves no subject for validation"),
+        ([11], [1], r"\b11\b"),
+        ([1, 2], [2], r"\b2 .*task\.val_subjects .*task\.test_subjects"),
+        ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10], "training"),
+        ([], [1], "validation"),
     ],
 )
 def test_splits_that_cannot_be_are_refused(val: list[int], test: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_watch(val_subjects=val, test_subjects=test, mirror=True)
-    assert "choose among" in caught.value.fix
+    assert caught.value.fix
 
 
 @given(time=st.integers(0, 60), length=st.integers(1, 20), hop=st.integers(1, 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import signal
@@ -104,7 +105,7 @@ def test_an_init_that_takes_other_arguments_than_the_settings_is_refused(kind: t
 
 @pytest.mark.parametrize("kind", [Sized, Loose])
 def test_arguments_are_settings(kind: type[Task]) -> None:
-    with pytest.raises(ConfigError, match="width is required") as refused:
+    with pytest.raises(ConfigError, match="width") as refused:
         make_task(kind, {})
     assert "--set task.width=" in refused.value.fix
     assert make_task(kind, {"width": 3}).width == 3
@@ -123,13 +124,11 @@ def test_a_file_alone_is_answered_with_its_tasks(here: Path, capsys: pytest.Capt
     (here / "mine.py").write_text(FILE)
     assert main(["train", "mine.py"]) == 2
     said = capsys.readouterr().err
-    assert "its tasks are Detached, First, Narrow" in said
+    assert "Detached, First, Narrow" in said
     assert "FILE.py:CLASS" in said
 
 
-@pytest.mark.parametrize(
-    ("required", "asked"), [("", ""), (", required=True", "importing mine.py ended with sys.exit(2)")]
-)
+@pytest.mark.parametrize(("required", "asked"), [("", ""), (", required=True", "sys.exit(2)")])
 def test_a_script_that_parses_arguments_when_imported_gets_none_of_ours(
     required: str, asked: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,7 +143,7 @@ def test_a_script_that_parses_arguments_when_imported_gets_none_of_ours(
 
 def test_a_model_is_no_task(here: Path) -> None:
     (here / "mine.py").write_text("import torch\nclass Net(torch.nn.Linear):\n    pass\n")
-    with pytest.raises(TaskError, match=r"Net is not a task[\s\S]*it is a model[\s\S]*Net\(\.\.\.\)"):
+    with pytest.raises(TaskError, match=r"(?s)\bNet .*why: .*model.*Net\(\.\.\.\)"):
         find_task("mine.py:Net")
 
 
@@ -153,7 +152,7 @@ def test_what_inherits_from_nothing_is_no_task() -> None:
         datasets = model = loss = None
 
     for given in (Duck, Duck(), nn.Linear(2, 2), 3):
-        with pytest.raises(TaskError, match=r"(Duck|Linear|int) is not a task"):
+        with pytest.raises(TaskError, match=r"^(Duck|Linear|int) "):
             lockstep.plan(given)  # type: ignore[arg-type]
 
 
@@ -169,7 +168,7 @@ def test_a_task_without_a_loss_is_told_so_and_its_defaults_may_have_dotted_keys(
     (here / "mine.py").write_text(file[:start] + file[end:])
     assert main(["train", "mine.py:First", "--devices", "cpu", "--save-dir", "run"]) == 2
     said = capsys.readouterr()
-    assert "error: the task First has no loss()" in said.err and "Traceback" not in said.err
+    assert re.match(r"error: .*\bFirst\b.*\bloss\(\)", said.err) and "Traceback" not in said.err
     assert not (here / "run").exists()
 
 
@@ -192,7 +191,7 @@ def test_a_package_that_cannot_be_imported_is_named_with_the_line_of_the_file(
     monkeypatch.syspath_prepend(here)
     with pytest.raises(TaskError) as caught:
         find_task("mine.py:Mine")
-    assert "x.so, in line 2: import needs_audio" in str(caught.value) and "installation" in str(caught.value)
+    assert re.search(r"x\.so, .*\b2: .*needs_audio", str(caught.value)) and "installation" in str(caught.value)
 
 
 def test_both_spellings_import_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +239,7 @@ def test_methods_with_a_misspelt_name_are_named_in_the_plan() -> None:
 
     notes = {note.key: note for note in plan(Misspelt(), devices="cpu").notes}
     assert notes["unknown_method"].level == "warning"
-    assert notes["unknown_method"].text.startswith("optimiser() is not a method")
+    assert notes["unknown_method"].text.startswith("optimiser() ")
     assert "unknown_method" not in {note.key for note in plan(Toy(), devices="cpu").notes}
 
 
@@ -254,7 +253,7 @@ def test_datasets_as_a_tuple_are_refused() -> None:
         def loss(self, model: object, batch: object) -> Loss:
             raise NotImplementedError
 
-    with pytest.raises(TaskError, match="did not return Datasets"):
+    with pytest.raises(TaskError, match=r"datasets\(\) .*Datasets"):
         make_plan(Pair(), {"hardware": {"selected_devices": "cpu"}})
 
 

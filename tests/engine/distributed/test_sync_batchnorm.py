@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import re
 from typing import Any
 
 import pytest
@@ -175,7 +176,7 @@ def test_a_step_without_any_sample_changes_nothing(special: list[dict[str, Any]]
 
 def test_one_value_in_the_group_is_refused_on_every_rank(special: list[dict[str, Any]]) -> None:
     for found in special:
-        assert found["one value"].startswith("BatchNorm cannot train on one value: 3 ranks have one")
+        assert re.match(r"BatchNorm .*\b3 ranks\b", found["one value"])
         assert "skipped-rank*.jsonl" in found["one value"]
         assert found["two values"] == "no error"
 
@@ -288,9 +289,9 @@ class Gated(nn.BatchNorm1d):
 @pytest.mark.parametrize("layer", [Gated(3), nn.LazyBatchNorm1d()])
 def test_a_layer_that_computes_something_else_is_refused_by_name(layer: nn.Module) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(layer))
-    with pytest.raises(UnsupportedError, match=rf"'1\.0' of class {type(layer).__name__}") as caught:
+    with pytest.raises(UnsupportedError, match=rf"'1\.0' .*{type(layer).__name__}") as caught:
         convert(model)
-    assert "sync_batchnorm to off" in caught.value.fix
+    assert "sync_batchnorm" in caught.value.fix
     assert type(model[0]) is nn.BatchNorm1d
 
 

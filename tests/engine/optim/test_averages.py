@@ -265,7 +265,7 @@ def test_two_ranks_have_the_averages_of_one(tmp_path: Path) -> None:
 
 def test_a_pipeline_refuses_them() -> None:
     hardware = {"strategy": "pipeline", "selected_devices": ["cpu", "cpu"]}
-    with pytest.raises(UnsupportedError, match="=ema is incompatible with strategy pipeline"):
+    with pytest.raises(UnsupportedError, match=r"=ema\b.*\bpipeline\b"):
         lockstep.plan("autoencoder", {"averaging": EMA, "hardware": hardware})
 
 

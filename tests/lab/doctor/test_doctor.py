@@ -97,7 +97,7 @@ def test_a_read_only_run_folder_fails_with_its_fix(tmp_path: Path, capsys: pytes
     output = capsys.readouterr().out
     assert code == 1
     assert "FAIL  run folder" in output
-    assert "fix: choose another folder with --runs-dir" in output
+    assert re.search(r"^ *fix: .*--runs-dir", output, re.MULTILINE)
     assert "NOT READY for training on cpu, cpu: 1 failed" in output
 
 
@@ -120,7 +120,7 @@ def test_one_device_and_wrong_ones(
     assert "\nREADY for training on cpu:" in capsys.readouterr().out
     assert main(["doctor", "--devices", "gpu:77"]) == 2
     output = capsys.readouterr()
-    assert output.err.startswith("error: there is no gpu:77") and output.out == ""
+    assert re.match(r"error: .*gpu:77", output.err) and output.out == ""
     assert list(tmp_path.iterdir()) == []
 
 

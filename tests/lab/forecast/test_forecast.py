@@ -64,13 +64,13 @@ def test_a_model_that_does_not_fit_is_sharded() -> None:
 @pytest.mark.parametrize(
     ("wish", "word"),
     [
-        (Wish(()), "numbers of GPUs"),
-        (Wish((0,)), "numbers of GPUs"),
-        (Wish((10**17,)), "numbers of GPUs"),
-        (Wish((8,), gpu=H100, strategy="single"), "cannot use strategy single"),
-        (Wish((2,), interconnect="nvlink"), "a CPU's step cannot be combined"),
+        (Wish(()), "GPUs"),
+        (Wish((0,)), "GPUs"),
+        (Wish((10**17,)), "GPUs"),
+        (Wish((8,), gpu=H100, strategy="single"), r"\bsingle\b"),
+        (Wish((2,), interconnect="nvlink"), r"\bCPU\b"),
         (Wish((2,), strategy="fsdp", gpu=H100), "fsdp.sharding=hybrid"),
-        (Wish((2,), gpu="Riva TNT2"), "data sheet"),
+        (Wish((2,), gpu="Riva TNT2"), "Riva TNT2"),
         (Wish((2,), gpu=H100, interconnect="string"), "--interconnect"),
         (Wish((2,), gpu=H100, per_node=0), "GPUs a node"),
     ],
@@ -81,7 +81,7 @@ def test_wishes_that_cannot_be(wish: Wish, word: str) -> None:
 
 
 def test_a_forecast_holds_the_batch_of_a_device() -> None:
-    with pytest.raises(UsageError, match="cannot hold the global batch at 64"):
+    with pytest.raises(UsageError, match=r"(?s)\b64\b.*training\.global_batch_size"):
         forecast(subject(training={"global_batch_size": 64}), Wish((8,), gpu=H100))
 
 

@@ -141,7 +141,7 @@ def test_gpus_that_are_not_here_share_a_global_batch_anew() -> None:
         return estimate["batch_size"], estimate["accumulate"]
 
     assert (found(1), found(8), found(64)) == ((32, 16), (32, 2), (8, 1))
-    with pytest.raises(UsageError, match="cannot be shared by 513 devices"):
+    with pytest.raises(UsageError, match="513 devices"):
         found(513)
 
 
@@ -151,7 +151,7 @@ class Mistaken(Deep):
 
 
 def test_a_task_that_cannot_make_a_step_is_one_clear_error() -> None:
-    with pytest.raises(TaskError, match="cannot make a step on 32 sample"):
+    with pytest.raises(TaskError, match=r"\bMistaken\b.*\b32 samples"):
         estimate_memory(Subject(Mistaken, {"hardware": {"selected_devices": ["cpu"]}}))
 
 
@@ -164,7 +164,7 @@ class Reading(Large):
 def test_a_large_model_that_reads_values_is_refused_and_not_tried() -> None:
     config = Subject("autoencoder", {"hardware": {"selected_devices": ["cpu"]}}).base.config
     batch = (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
-    with pytest.raises(UnsupportedError, match="cannot be counted without memory"):
+    with pytest.raises(UnsupportedError, match=r"(?s)\bGB\b.*\.item\(\)"):
         StepCounter(Reading(), config, 4, keep_gradients=True).count(batch)
 
 
@@ -181,7 +181,7 @@ def test_the_verb_tells_each_strategy_and_the_largest_batch(capsys: pytest.Captu
 @pytest.mark.parametrize("gpus", ["0", "1000000001"])
 def test_a_wrong_wish_is_refused(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", "autoencoder", "--gpus", gpus]) == 2
-    assert f"for --gpus: {gpus} (must be 1 to 1,000,000)" in capsys.readouterr().err
+    assert f"--gpus: {gpus} " in capsys.readouterr().err
 
 
 def test_the_table_names_kinds_and_what_to_take() -> None:

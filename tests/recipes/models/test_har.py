@@ -68,7 +68,7 @@ def test_the_cnn_sees_a_pattern_wherever_it_is() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Cnn(1, 2, 7), "halve the time axis"),
+        (lambda: Cnn(1, 2, 7), "halve"),
         (lambda: Cnn(1, 2, 64, widths=(8, 8), kernels=(3,)), "shorter"),
     ],
 )
