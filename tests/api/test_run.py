@@ -42,7 +42,7 @@ def test_the_life_of_a_run_on_two_ranks(tmp_path: Path) -> None:
         run.load_model("999")
     assert not isinstance(caught.value, UsageError)
     shutil.rmtree(run.run_dir / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"(?s)best.*\bcompleted\b"):
+    with pytest.raises(CheckpointError, match=r"\bcompleted\b"):
         run.load_model("best")
 
 

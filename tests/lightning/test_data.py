@@ -121,7 +121,7 @@ def test_evaluation_counts_each_sample_once_in_the_loaders_own_batches(
     loader = DataLoader(range(samples), batch_size, drop_last=drop_last)  # type: ignore[arg-type]
     whole = [batch.tolist() for batch in loader]
     if ranks > 1 and sum(map(len, whole)) < ranks:
-        with pytest.raises(DataError, match=rf"{samples} samples? .*\b{worlds[0].size} ranks"):
+        with pytest.raises(DataError, match=rf"\b{worlds[0].size} ranks"):
             SharedBatches(samples, batch_size, worlds[0], drop_last=drop_last)
         return
     shares = [SharedBatches(samples, batch_size, world, drop_last=drop_last) for world in worlds]

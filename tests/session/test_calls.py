@@ -273,7 +273,7 @@ def test_what_no_checkpoint_keeps_and_that_none_is_the_best_is_said(
             session.log(accuracy=1.0)
     said = "".join(capsys.readouterr())
     assert said.count("criterion (Centre) ") == (not kept)
-    assert said.count("session.checkpoint(") == (not kept), "and nothing else is named"
+    assert said.count("is in no checkpoint") == (not kept), "and nothing else is named"
     assert said.count("they report val_accuracy") == 1
     assert "are not saved with the run" not in said, "a loop has no task with arguments"
 
