@@ -84,7 +84,7 @@ def test_a_removed_working_folder_is_refused(tmp_path: Path) -> None:
         ["sh", "-c", command, gone, sys.executable], env=cli_environment(), capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert re.match(r"error: .*folder.*\nfix: ", done.stderr)
+    assert re.match(r"error: .*folder.*\nwhy: .*\nfix: ", done.stderr)
 
 
 def test_too_little_memory_for_torch_is_one_error(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def test_a_finished_run_is_not_overwritten_and_says_how_to_train_on(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "tiny.py:Tiny", *PLAIN, "--save-dir", "run"]) == 2
-    assert "resume" in capsys.readouterr().err
+    assert re.match(r"error: .* run-\w+\n(.|\n)*fix: ", capsys.readouterr().err)
     assert main(["resume", "run"]) == 0
     assert "--epochs N" in capsys.readouterr().out
     shutil.copytree("run", "longer")

@@ -162,13 +162,13 @@ def test_an_order_travels_to_a_worker_without_its_block() -> None:
 
 @pytest.mark.parametrize(("epoch", "start", "stop"), [(0, -1, 5), (0, 6, 5), (0, 0, 11), (-1, 0, 5)])
 def test_a_slice_outside_the_epoch_is_refused(epoch: int, start: int, stop: int) -> None:
-    with pytest.raises(IndexError, match=rf"\b{start} to {stop}\b.*\b10 samples"):
+    with pytest.raises(IndexError, match=rf"{start} to {stop}\b.*\b10 samples"):
         Order(10, seed=0).slice(epoch, start, stop)
 
 
 @pytest.mark.parametrize("samples", [0, -1, MAX_SAMPLES + 1])
 def test_a_size_without_an_order_is_refused(samples: int) -> None:
-    with pytest.raises(DataError, match=rf"\b{samples} samples"):
+    with pytest.raises(DataError, match=rf" {samples} samples"):
         Order(samples, seed=0)
 
 
