@@ -98,7 +98,7 @@ def test_a_metric_whose_direction_nothing_states_is_refused() -> None:
     ("settings", "joint_bytes", "on_cpu", "joint", "words"),
     [
         ({}, FIRST_BUCKET_BYTES, True, True, "1 MB "),
-        ({}, FIRST_BUCKET_BYTES + 4, True, False, "bucket"),
+        ({}, FIRST_BUCKET_BYTES + 4, True, False, "more than DDP's first bucket"),
         ({}, 0, True, False, "contiguous"),
         ({}, 100, False, False, "on GPUs"),
         ({"bucket_cap_mb": 1.0}, 100, True, False, "is set"),

@@ -22,7 +22,7 @@ from lockstep.checkpoint.mirror import fetch_run
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
 from lockstep.cli.main import main
 from lockstep.config import resolve
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, RunFolderError
 from lockstep.rundir import mirror as mirror_module
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.mirror import Mirror, check_mirror
@@ -218,7 +218,7 @@ def test_one_attempt_at_a_time_writes_a_mirror(url: str, tmp_path: Path) -> None
     remote = Remote(url)
     wait_for(lambda: remote.read_if_there("checkpoints/last") is not None)
     wait_for(lambda: json.loads(remote.read("run.json"))["status"] == "failed")
-    with pytest.raises(LockstepError, match=re.escape(url)) as refusal:
+    with pytest.raises(RunFolderError, match=re.escape(url)) as refusal:
         started(RunDir(Path(shutil.copytree(run.path, tmp_path / "copy", symlinks=True))), url)
     assert refusal.value.exit_code == 2
     fetched = fetch_run(url, tmp_path / "fetched", [].append)
@@ -232,7 +232,7 @@ def test_one_attempt_at_a_time_writes_a_mirror(url: str, tmp_path: Path) -> None
     assert second.close(60.0)
     manifests = {name for name in remote.names() if name.endswith("manifest.json")}
     assert "checkpoints/step-00000005/manifest.json" not in manifests
-    with pytest.raises(LockstepError, match=re.escape(url)):
+    with pytest.raises(RunFolderError, match=re.escape(url)):
         check_mirror(url, run.path)
     check_mirror(url, fetched.path)
 
@@ -284,14 +284,14 @@ def test_a_mirror_has_one_run(url: str, tmp_path: Path) -> None:
     assert started(run, url).close(60.0)
     check_mirror(url, run.path)
     other, _ = new_run(tmp_path / "other", "run-2")
-    with pytest.raises(LockstepError, match=r"\brun-1\b") as refusal:
+    with pytest.raises(RunFolderError, match=r"\brun-1\b") as refusal:
         check_mirror(url, other.path)
     assert refusal.value.exit_code == 2
     check_mirror(url, tmp_path / "new")
     assert Remote(url).names() == {}
     save(run, store, 1)
     assert started(run, url).close(60.0)
-    with pytest.raises(LockstepError, match=r"\brun-1\b"):
+    with pytest.raises(RunFolderError, match=r"\brun-1\b"):
         check_mirror(url, tmp_path / "new")
 
 
