@@ -156,7 +156,18 @@ def declared_names(file: Path) -> list[str]:
 WITH_ALL = [file for file in FILES if "\n__all__ = " in file.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("file", WITH_ALL, ids=module_name)
+#: Modules whose import takes a second: of Lightning, and of Ray.
+LONG_IMPORTS = ("lightning", "ray")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=[pytest.mark.long] if {*module_name(file).split(".")} & {*LONG_IMPORTS} else [])
+        for file in WITH_ALL
+    ],
+    ids=[module_name(file) for file in WITH_ALL],
+)
 def test_all_is_sorted_and_true(file: Path) -> None:
     names = declared_names(file)
     assert names
@@ -364,6 +375,7 @@ def test_the_names_of_a_place_to_add_something_are_in_its_files(addition: str, p
     assert "](#" in place or missing == set(), addition
 
 
+@pytest.mark.long
 def test_the_concepts_before_the_first_step_are_few_classes() -> None:
     assert {value for value, _ in WALKS} == {"One batch", "One gradient", "One metric value"}
     table = ARCHITECTURE.partition("| of | concepts |")[2].partition("\n\n")[0]

@@ -88,6 +88,7 @@ def test_a_folder_is_refused() -> None:
         train("autoencoder", {"data": {"data_dir": "somewhere"}})
 
 
+@pytest.mark.long
 def test_it_learns_and_its_run_folder_is_mirrored(tmp_path: Path) -> None:
     """The copy is a run folder in which `last` and `best` mean what they meant; pictures show what it reconstructs."""
     settings = {

@@ -56,7 +56,7 @@ def storage(server: s3.Storage, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.
     server.pause_s = 0.0
 
 
-@pytest.fixture(params=["s3", "file", "memory"])
+@pytest.fixture(params=[pytest.param("s3", marks=pytest.mark.long), "file", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A new URL of each kind of place."""
     if request.param == "s3":

@@ -21,6 +21,7 @@ def subject(**more: Any) -> Subject:
     return Subject("autoencoder", {"hardware": {"selected_devices": ["cpu"]}, **more})
 
 
+@pytest.mark.long
 def test_a_gpu_that_is_not_here() -> None:
     wish = Wish((512, 8), interconnect="pcie,25gbe", gpu=H100, memory=80e9)
     report = forecast(subject(), wish)
@@ -43,6 +44,7 @@ def test_activations_that_are_computed_again_take_a_forward_more() -> None:
     assert forecast(subject(fsdp=again), wish).rows[0]["step_ms"] == plain, "it is a setting of fsdp alone"
 
 
+@pytest.mark.long
 def test_a_batch_has_no_more_samples_than_there_are() -> None:
     huge = subject(training={"batch_size": 1_000_000})
     report = forecast(huge, Wish((8,), gpu=H100))

@@ -184,6 +184,7 @@ def test_a_wrong_wish_is_refused(gpus: str, capsys: pytest.CaptureFixture[str]) 
     assert f"--gpus: {gpus} " in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_table_names_kinds_and_what_to_take() -> None:
     stream = io.StringIO()
     subject = Subject("autoencoder", {"hardware": {"selected_devices": ["cpu"]}})
