@@ -142,7 +142,7 @@ def test_tokens_of_several_files_do_not_run_together(tmp_path: Path) -> None:
     assert tokens.gathered(indices).tolist() == [tokens[index].tolist() for index in indices.tolist()]
     assert Reader(tokens, default_collate, 1).gathers
     (tmp_path / "9.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"9\.bin"):
+    with pytest.raises(DataError, match=r"9\.bin .*small"):
         TokenFile(tmp_path, 4)
 
 
@@ -188,18 +188,18 @@ def test_folders_are_classes(tmp_path: Path) -> None:
 def test_what_is_wrong_with_files_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"\.jsonl.*\.ndjson"):
         JsonLines(tmp_path)
-    with pytest.raises(DataError, match=r"gone\.jsonl"):
+    with pytest.raises(DataError, match=r"gone\.jsonl .*missing"):
         JsonLines(tmp_path / "gone.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n{"a": \n')
     records = JsonLines(tmp_path / "bad.jsonl")
     with pytest.raises(DataError, match=r"record 2 .*bad\.jsonl"):
         records[1]
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match=r"empty\.jsonl"):
+    with pytest.raises(DataError, match="have no sample"):
         JsonLines(tmp_path / "empty.jsonl")
     (tmp_path / "1.csv").write_text("a,b\n1,2\n")
     (tmp_path / "2.csv").write_text("a,c\n1,2\n")
-    with pytest.raises(DataError, match=r"\b2\.csv"):
+    with pytest.raises(DataError, match=r"\b2\.csv differ"):
         CsvFiles([tmp_path / "1.csv", tmp_path / "2.csv"])
     (tmp_path / "3.csv").write_text("a,b\n1,2,3\n")
     with pytest.raises(DataError, match=r"(?s)3\.csv.*\b3 .*\b2\b"):
@@ -208,12 +208,12 @@ def test_what_is_wrong_with_files_is_named(tmp_path: Path) -> None:
     tar_shards(tmp_path / "tar")
     shard = tmp_path / "tar" / "1.tar"
     shard.write_bytes(shard.read_bytes()[: -200 * 512 - 100])
-    with pytest.raises(DataError, match=r"\b1\.tar"):
+    with pytest.raises(DataError, match=r"\b1\.tar .*read"):
         TarShards(shard)
     (tmp_path / "no.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"no\.bin"):
+    with pytest.raises(DataError, match=r"no\.bin .*small"):
         TokenFile(tmp_path / "no.bin", 4)
-    with pytest.raises(DataError, match="nowhere"):
+    with pytest.raises(DataError, match=r"nowhere .*\bfolders"):
         ClassFolders(tmp_path / "nowhere", Path.read_text)
 
 
@@ -234,9 +234,9 @@ def test_files_behind_urls_are_read_once(tmp_path: Path, monkeypatch: pytest.Mon
         path.unlink()
     assert {rows[row]["label"].item() for row in range(100)} <= {0, 1, 2}, "the copies are read"
     for kind in (JsonLines, ParquetFiles):
-        with pytest.raises(DataError, match=rf"0\{kind.suffixes[0]}"):
+        with pytest.raises(DataError, match=rf"0\{kind.suffixes[0]} .*read"):
             kind(f"file://{tmp_path}/data/0{kind.suffixes[0]}")
-    with pytest.raises(DataError, match=r"nowhere\.bin"):
+    with pytest.raises(DataError, match=r"nowhere\.bin .*copied"):
         TokenFile(f"file://{tmp_path}/nowhere.bin", 4)
 
 
@@ -349,14 +349,14 @@ def test_wrong_parquet_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "9.parquet").unlink()
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"])
     pa.parquet.write_table(twice, tmp_path / "twice.pq")
-    with pytest.raises(DataError, match=r"twice\.pq"):
+    with pytest.raises(DataError, match=r"twice\.pq .*\btwo\b"):
         ParquetFiles(tmp_path / "twice.pq")
     whole = (tmp_path / "1.parquet").read_bytes()
     (tmp_path / "1.parquet").write_bytes(whole[:-100])
-    with pytest.raises(DataError, match=r"\b1\.parquet"):
+    with pytest.raises(DataError, match=r"\b1\.parquet .*read"):
         ParquetFiles(tmp_path)
     pa.parquet.write_table(pa.table({"a": pa.array([], pa.int64())}), tmp_path / "none.parquet")
-    with pytest.raises(DataError, match=r"none\.parquet"):
+    with pytest.raises(DataError, match="have no sample"):
         ParquetFiles(tmp_path / "none.parquet")
 
 
@@ -661,7 +661,7 @@ def test_lines_of_spaces_long_fields_and_what_is_left_open(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"b\.csv(.|\n)*record 2: .*quote"):
         CsvFiles(tmp_path / "b.csv")
     (tmp_path / "c.csv").write_text("a,b,a\n1,2,3\n")
-    with pytest.raises(DataError, match=r"c\.csv .*'a'"):
+    with pytest.raises(DataError, match=r"c\.csv .*two .*'a'"):
         CsvFiles(tmp_path / "c.csv")
 
 
@@ -691,7 +691,7 @@ def test_columns_that_are_not_there_are_named_and_streams_are_read(tmp_path: Pat
         ParquetFiles(tmp_path / "a.parquet", columns=["y"])
     assert [*ArrowFiles(tmp_path / "a.arrow")] == [{"x": 1}, {"x": 2}], "of a stream"
     (tmp_path / "b.arrow").write_bytes(b"neither")
-    with pytest.raises(DataError, match=r"b\.arrow"):
+    with pytest.raises(DataError, match=r"b\.arrow .*read"):
         ArrowFiles(tmp_path / "b.arrow")
     assert ParquetFiles(tmp_path / "a.parquet", columns="x")[1] == {"x": 2}
 

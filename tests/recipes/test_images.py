@@ -272,7 +272,7 @@ def twice(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "more", "error", "text"),
     [
-        (lambda folder: (folder / "class2").mkdir(), {}, DataError, "class2"),
+        (lambda folder: (folder / "class2").mkdir(), {}, DataError, "class2 .*images"),
         (without_train, {}, DataError, r"\btest\b.*\bval\b.*\btrain\b"),
         (twice, {}, DataError, r"\bval\b.*\bvalid\b"),
         (spoil, {}, DataError, r"0\.png"),

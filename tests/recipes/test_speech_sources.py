@@ -44,10 +44,10 @@ def test_settings_for_another_source_are_refused_by_name(
 def test_a_folder_without_known_data_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     make_recordings(tmp_path / "mine", 2)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(DataError, match="mine") as caught:
+    with pytest.raises(DataError, match=r"mine holds\b") as caught:
         make(tmp_path / "mine").prepare()
     assert "task.train_manifest" in caught.value.fix
-    with pytest.raises(DataError, match="mien"):
+    with pytest.raises(DataError, match=r"\bfolder .*mien"):
         make(tmp_path / "mien").prepare()
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -52,11 +52,11 @@ def test_the_folder_decides_the_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "data_dir", "error", "message"),
     [
-        ({}, "missing", DataError, "missing"),
+        ({}, "missing", DataError, "folder .*missing"),
         ({}, ".", DataError, "holds no data that this task knows"),
         ({"source": "uci"}, ".", DataError, "UCI-HAR"),
         ({"source": "uci"}, None, ConfigError, "--data-dir"),
-        ({"source": "pt"}, ".", DataError, "train.pt"),
+        ({"source": "pt"}, ".", DataError, r"train\.pt .*missing"),
         ({"source": "watch"}, ".", ConfigError, "data.data_dir"),
         ({"source": "synthetic"}, ".", ConfigError, "data.data_dir"),
         ({**SMALL, "val_subjects": (1,)}, None, ConfigError, "task.val_subjects"),
