@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack, cast, overload
@@ -83,7 +84,7 @@ class Session(Loop):
             joined = join_session(whole, resume=resume, ending=ending)
             device = rank_device(joined.placement.devices, joined.world)
             seed_everything(whole.training.seed)
-            super().__init__(joined, whole, overrides, device, ending.pop_all())
+            super().__init__(replace(joined, ending=ending.pop_all()), whole, overrides, device)
         open_sessions.append(self)
         atexit.register(self._at_exit)
         self._ending.callback(atexit.unregister, self._at_exit)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from math import ceil
 from typing import Any
 
@@ -46,18 +45,16 @@ _UNUSED = {
 class Loop:
     """The base of :class:`lockstep.Session`: where its loop is, its feeds of batches, and the end of its run.
 
-    ``overrides`` are the settings that differ from the defaults; ``ending`` is closed at the end of the session. What
+    ``overrides`` are the settings that differ from the defaults. What
     trains (``_training``) is there once the first loop over batches has begun: from its data the plan is made.
     """
 
-    def __init__(
-        self, joined: Joined, config: RunConfig, overrides: Mapping[str, Any], device: torch.device, ending: ExitStack
-    ) -> None:
+    def __init__(self, joined: Joined, config: RunConfig, overrides: Mapping[str, Any], device: torch.device) -> None:
         self._joined = joined
         self._config = config
         self._device = device
         self._overrides = overrides
-        self._ending = ending
+        self._ending = joined.ending
         self._prepared = PreparedModels(device, joined.placement.precision, several=joined.world.size > 1)
         self._resumed = Resumed(joined)
         self._state = self._resumed.state

@@ -30,10 +30,6 @@ _MARK = re.compile(r"^\[rank\d+\]: ?")
 _TRACEBACK_LINES = 200
 
 
-class WorkerLeaves(Exception):
-    """This rank has written a checkpoint and ended, because Ray takes its worker or another one away."""
-
-
 class RankEnded(Exception):
     """A rank has failed.
 
@@ -133,14 +129,15 @@ def run_rank(settings: dict[str, Any]) -> int:
 
     Raises:
         RankEnded: the rank has failed, and another start may succeed.
-        WorkerLeaves: the rank has written a checkpoint; the run continues with other workers.
+        RayActorError: the rank has written a checkpoint and ended, because Ray takes its worker or another one away. As
+            a preemption, it does not count among the failures after which Ray starts the ranks again.
     """
     global _rank
     environment = {**os.environ, **settings["environment"], **rank_variables()}
     _rank = RankProcess(settings["arguments"], environment, settings["folder"], settings["terminal"])
     code = _rank.wait()
     if _rank.is_leaving:
-        raise WorkerLeaves
+        raise ray.exceptions.RayActorError(error_msg="the rank has left for other workers", preempted=True)
     if code in (0, UsageError.exit_code, *STOPPED):
         return code
     raise RankEnded(code, "".join(_rank.traceback))
