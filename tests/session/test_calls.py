@@ -24,7 +24,6 @@ from lockstep.errors import CheckpointError, ConfigError, LockstepError, RankFai
 from lockstep.hardware import World
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.process.signals import StopRequest
-from lockstep.launch.session import started as of_launcher
 from lockstep.launch.session.started import Started
 from lockstep.rundir.folder import RunDir
 
@@ -1155,7 +1154,7 @@ def test_settings_of_the_launcher_are_refused_in_a_script_that_it_has_started(
     given = {"launch": {"stop_grace_s": 5.0}}
     rank = Started(Rank(RunDir(tmp_path), World(), StopRequest()), given, resumes=False)
     assert with_settings_of_launch({"launch": {"hang_timeout_s": 9}}) == {"launch": {"hang_timeout_s": 9}}
-    monkeypatch.setattr(of_launcher, "started", [rank])
+    monkeypatch.setattr("lockstep.api.session_join.started", [rank])
     script = {"launch": {"stop_grace_s": 9.0, "hang_timeout_s": 60}}
     assert with_settings_of_launch(script)["launch"] == {"stop_grace_s": 5.0, "hang_timeout_s": 60}
     with pytest.raises(ConfigError, match=r"launch\.hang_timeout_s = 9\b") as caught:
