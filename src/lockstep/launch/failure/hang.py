@@ -140,7 +140,7 @@ class HangReport(FileContent):
             slow = ""
         elif self._all_wait_for_data or (first and first.waits_for_data):
             title = "the loader returns no batch" + "; the other ranks wait for it" * (first is not None)
-            fix = "look at what the data set does there, or try --num-workers 0"
+            fix = "look at the data set there, or try --num-workers 0"
         elif first and not first.stack:
             title = "its process does not answer: native code keeps the interpreter, or the kernel blocks it"
             fix = "fix or avoid that call"
