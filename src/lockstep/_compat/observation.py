@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise missing("torch", error) from None
 
-__all__ = ["NEXT_INDEX", "RESET", "LoaderIterator", "MapFetcher", "loss_term"]
+__all__ = ["NEXT_INDEX", "RESET", "LoaderIterator", "MapFetcher", "is_shard", "loss_term"]
 
 #: Methods of :class:`LoaderIterator`: the indices of the next batch, and the start of another epoch.
 NEXT_INDEX = "_next_index"
@@ -26,6 +26,11 @@ RESET = "_reset"
 _ELEMENTWISE = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 _MEAN = 1
 _SUM = 2
+
+
+def is_shard(parameter: Tensor) -> bool:
+    """Return whether a parameter is a part of one, of FSDP or tensor parallelism."""
+    return hasattr(parameter, "placements") or hasattr(parameter, "_fsdp_flattened")
 
 
 def loss_term(loss: Tensor) -> tuple[float | None, float, str] | None:

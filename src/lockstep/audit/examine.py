@@ -22,8 +22,6 @@ from lockstep.errors import UnsupportedError, many
 _VICTIM = re.compile(
     r"Connection closed by peer|[Cc]onnection reset|Timed? ?out|Broken pipe|DistNetworkError|recvBytes"
 )
-#: Findings of steps that hold whether or not the ranks part.
-_OF_ONE_RANK = ("AUDIT_ZERO_GRAD", "AUDIT_CLIP_SCALED")
 
 
 def audit(script: Script, sizes: Sequence[int], *, steps: int, timeout_s: float) -> AuditReport:
@@ -52,17 +50,11 @@ def audit(script: Script, sizes: Sequence[int], *, steps: int, timeout_s: float)
 
 
 def _findings(run: Run) -> list[Finding]:
-    """Return the findings of a run: of each code and phase the first one; of steps, those without another cause."""
-    of_data = list(data_findings(run))
-    of_ranks = list(rank_findings(run))
-    of_steps = list(step_findings(run))
-    if any(finding["severity"] == "error" for finding in of_ranks):
-        of_steps = [finding for finding in of_steps if finding["code"] in _OF_ONE_RANK]
-    elif any(finding["code"] == "AUDIT_NO_SAMPLER" for finding in of_data):
-        of_steps = []
+    """Return the findings of a run: of each code and phase the first one."""
     findings: dict[tuple[str, object], Finding] = {}
-    for finding in (*of_data, *of_ranks, *of_steps, *metric_findings(run), *file_findings(run)):
-        findings.setdefault((finding["code"], finding["evidence"].get("phase")), finding)
+    for check in (data_findings, rank_findings, step_findings, metric_findings, file_findings):
+        for finding in check(run):
+            findings.setdefault((finding["code"], finding["evidence"].get("phase")), finding)
     return list(findings.values())
 
 

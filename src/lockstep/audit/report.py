@@ -87,7 +87,6 @@ def step_rows(run: Run) -> list[Row]:
     rows = []
     for step in run.steps:
         end = step.of("step")[0]
-        applied = step.of("applied")
         backwards = step.of("backward")
         batches = [record["indices"] for record in backwards]
         indices = sorted(chain(*batches)) if batches and all(batches) else None
@@ -98,7 +97,7 @@ def step_rows(run: Run) -> list[Row]:
             {
                 "step": end["step"],
                 "loss": math.fsum(loss * count for loss, count in losses) / total if total else None,
-                "grad_norm": math.hypot(*applied[0]["norms"]) if applied else None,
+                "grad_norm": math.hypot(*end["norms"]) if end["norms"] else None,
                 "samples": None if indices is None else len(indices),
                 "lr": (end["lr"] or [None])[0],
                 "indices": indices,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 #: A record of the observer: ``kind``, ``rank``, ``step``, ``loader_pass``, ``site``, and values of its kind.
@@ -56,7 +56,7 @@ class Run:
         ranks: records of each rank.
         passes: passes of each rank over data.
         training, evaluations: passes that train, and others, in order: one of each rank.
-        steps: records of each optimizer step that all ranks have taken.
+        steps: records of each optimizer step that all ranks have taken, while they are in the same pass.
         is_sharded: whether ranks may have different parameters by design: shards, or calls within smaller groups.
     """
 
@@ -69,9 +69,12 @@ class Run:
         ]
         self.training = self._passes_of_all(trains=True)
         self.evaluations = self._passes_of_all(trains=False)
-        self.steps = [step for step in records.by("step").values() if len(step.of("step")) == size]
+        common_steps = [step for step in records.by("step").values() if len(step.of("step")) == size]
+        self.steps = list(takewhile(lambda step: len(step.of("step").by("loader_pass")) == 1, common_steps))
         self.has_one_optimizer = len({step["optimizer"] for step in records.of("step")}) < 2
-        self.is_sharded = bool(records.of("sharded")) or any(call["in_group"] for call in records.of("call"))
+        self.is_sharded = any(
+            record.get("is_sharded") or record.get("in_group") for record in records
+        )
         self.uses_lightning = bool(records.of("lightning"))
 
     def _passes_of_all(self, *, trains: bool) -> list[tuple[Pass, ...]]:

@@ -18,42 +18,44 @@ def data_findings(run: Run) -> Iterator[Finding]:
     """Yield findings about the samples that ranks read."""
     undivided = [_undivided(run, passes) for passes in run.training if run.size > 1]
     yield from filter(None, undivided)
-    is_divided = run.size > 1 and not any(undivided)
-    for passes in [*(run.training if is_divided else []), *run.evaluations] if run.size > 1 else ():
+    for passes in [*run.training, *run.evaluations] if run.size > 1 else ():
         yield from _uneven(run, passes)
     yield from _same_order(run.training)
-    yield from _same_numbers(run.training, is_divided=is_divided)
+    yield from _same_numbers(run.training, is_divided=run.size > 1 and not any(undivided))
 
 
 def _is_shared(passes: Sequence[Pass]) -> bool:
-    """Return whether indices of all ranks mean samples of one data set."""
+    """Return whether indices of all ranks mean samples of one data set, which they read without replacement."""
+    first = passes[0].about
     datasets = {(data_pass.about["dataset"], data_pass.about["size"]) for data_pass in passes}
-    return len(datasets) == 1 and all(datasets.pop())
+    return len(datasets) == 1 and first["size"] is not None and not first["replaces"]
 
 
 def _undivided(run: Run, passes: Sequence[Pass]) -> Finding | None:
     """Find different splits on the ranks, or ranks that all read all samples."""
     first = passes[0]
-    size = first.about["size"]
-    subsets = {data_pass.about["subset"] for data_pass in passes}
-    if None not in subsets and len(subsets) > 1 and not _DIVIDING.isdisjoint(first.about["samplers"]):
-        return finding("AUDIT_SPLIT_DIFFERS", first.line, {"size": size})
+    evidence = {"size": first.about["size"], "ranks": run.size}
+    if len({data_pass.about["subset"] for data_pass in passes}) > 1 and _is_divided(first):
+        return finding("AUDIT_SPLIT_DIFFERS", first.line, evidence)
     if not _is_shared(passes) or not all(_covers_all(data_pass) for data_pass in passes):
         return None
     batches = [data_pass.batches[0] for data_pass in passes]
-    locals_of_ranks = run.steps[0].of("local").by("rank").values() if run.steps else ()
-    gradients = [of_rank[0]["gradients"] for of_rank in locals_of_ranks]
+    gradients = [of_rank[0]["gradients"] for of_rank in run.records.of("local").by("rank").values()]
     has_equal_gradients = len(gradients) == run.size == gradients.count(gradients[0])
     if batches.count(batches[0]) == run.size and not has_equal_gradients:
         return None  # each rank may take its part of the batch later
-    return finding("AUDIT_NO_SAMPLER", first.line, {"size": size, "ranks": run.size, "batches": batches})
+    return finding("AUDIT_NO_SAMPLER", first.line, {**evidence, "batches": batches})
+
+
+def _is_divided(data_pass: Pass) -> bool:
+    return not _DIVIDING.isdisjoint(data_pass.about["samplers"])
 
 
 def _covers_all(data_pass: Pass) -> bool:
-    """Return whether a loader, without replacement, has all samples of its data set in several batches."""
+    """Return whether a loader has all samples of its data set in several batches."""
     length = len(data_pass.batches[0] or ())
     size = data_pass.about["size"]
-    return not data_pass.about["replaces"] and size > length > 0 and data_pass.about["batches"] * length > size - length
+    return bool(size > length > 0 and data_pass.about["batches"] * length > size - length)
 
 
 def _uneven(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
@@ -61,21 +63,17 @@ def _uneven(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
     first = passes[0]
     size = first.about["size"]
     parts = [data_pass.indices for data_pass in passes if data_pass.indices is not None]
-    if len(parts) < len(passes) or not _is_shared(passes) or first.about["replaces"]:
-        return
-    if not first.trains and all(len(set(part)) == size for part in parts):
-        return  # every rank evaluates all samples
+    if len(parts) < len(passes) or not _is_shared(passes) or all(len(set(part)) == size for part in parts):
+        return  # unknown, or every rank reads all samples
     counts = Counter(chain.from_iterable(parts))
     missing = sorted(set(range(size)) - counts.keys())
     repeated = sorted(index for index, count in counts.items() if count > 1)
-    is_divided = not _DIVIDING.isdisjoint(first.about["samplers"])
-    is_padding = is_divided and counts.total() - size <= len(passes) * max(1, len(first.batches[0] or ()))
     evidence = {"size": size, "phase": "training" if first.trains else "evaluation"}
     if missing and not (first.trains and first.about["drops"]):
         yield finding("AUDIT_DROPPED", first.line, {**evidence, "number": len(missing), "indices": missing[:20]})
         return
     evidence |= {"number": len(repeated), "indices": repeated[:20]}
-    if repeated and not is_padding:
+    if repeated and not _is_divided(first):
         yield finding("AUDIT_REPEATED", first.line, evidence)
     elif repeated and first.trains:
         yield finding("AUDIT_PADDED", first.line, evidence)
@@ -85,11 +83,10 @@ def _uneven(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
 
 def _counts_padding(run: Run, passes: Sequence[Pass]) -> bool:
     """Return whether calls of the ranks show that a metric counts the repeated samples."""
-    calls = [data_pass.records.of("call") for data_pass in passes]
-    lengths = [len(data_pass.indices or ()) for data_pass in passes]
-    has_counts = all(any(n in call["values"] for call in of_rank) for n, of_rank in zip(lengths, calls, strict=True))
-    joins = [call for call in calls[0] if call["is_float"] and (run.uses_lightning or "all_gather" in call["name"])]
-    return bool(has_counts or joins) and not any(call["trims"] for call in calls[0])
+    calls = passes[0].records.of("call")
+    length = len(passes[0].indices or ())
+    has_counts = any(length in call["values"] or "all_gather" in call["name"] for call in calls)
+    return (has_counts or run.uses_lightning) and not any(call["trims"] for call in calls)
 
 
 def _same_order(groups: Sequence[Sequence[Pass]]) -> Iterator[Finding]:
@@ -113,8 +110,7 @@ def _same_numbers(groups: Sequence[Sequence[Pass]], *, is_divided: bool) -> Iter
     for (before, *_), (after, *_) in pairwise(groups):
         yield from _alike("AUDIT_EPOCHS_DRAW_ALIKE", after.line, before.draws, after.draws)
     for first_rank, second_rank, *_ in groups[:1] if is_divided else ():
-        if first_rank.batches[0] != second_rank.batches[0]:
-            yield from _alike("AUDIT_RANKS_DRAW_ALIKE", first_rank.line, first_rank.draws, second_rank.draws)
+        yield from _alike("AUDIT_RANKS_DRAW_ALIKE", first_rank.line, first_rank.draws, second_rank.draws)
 
 
 def _alike(code: str, line: str | None, first: Sequence[Record], second: Sequence[Record]) -> Iterator[Finding]:

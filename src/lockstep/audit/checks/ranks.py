@@ -14,40 +14,42 @@ _TOLERANCE = 1e-5
 #: Calls for which all ranks have a tensor of one size.
 _SIZED = ("all_reduce", "reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor")
 #: Stands for the next call of a rank that makes no more.
-_NO_CALL: Record = {"name": "no call", "site": None, "numel": None}
+_NO_CALL: Record = {"name": "no call", "site": None, "numel": 0}
 
 
 def rank_findings(run: Run) -> Iterator[Finding]:
     """Yield the first step at which the ranks differ, and notes about `DistributedDataParallel`."""
     if run.size == 1 or run.is_sharded:
         return
-    parting = next(filter(None, (_parting(run, step) for step in run.steps)), None)
-    if parting is not None:
-        yield parting
-        return
-    for record in run.ranks[0].of("ddp"):
-        if record["batchnorm"]:
-            yield finding("AUDIT_BATCHNORM", record["site"], {"layers": record["batchnorm"], "ranks": run.size})
     for step in run.steps:
+        parting = _parting(run, step)
+        if parting is not None:
+            yield parting
+            return
         forwards = step.of("forward")
         reductions = len(forwards) // run.size
         if reductions > 1 and all(f["syncs"] for f in forwards) and len(forwards) == len(step.of("backward")):
             evidence = {"step": forwards[0]["step"], "reductions": reductions}
             yield finding("AUDIT_SYNC_EACH", forwards[0]["site"], evidence)
+    for record in run.ranks[0].of("ddp"):
+        if record["batchnorm"]:
+            yield finding("AUDIT_BATCHNORM", record["site"], {"layers": record["batchnorm"], "ranks": run.size})
 
 
 def _parting(run: Run, step: Records) -> Finding | None:
     """Find the weight, else the gradient, that differs between ranks at a step, and the reason."""
-    applied = step.of("applied")
-    for content in ("weights", "norms") if len(applied) == run.size else ():
-        position = first_difference(applied, content)
+    ends = step.of("step")
+    if any(end["names"] != ends[0]["names"] for end in ends):
+        return None  # an optimizer of a part of the parameters, as of ZeroRedundancyOptimizer
+    for content in ("weights", "norms"):
+        position = first_difference(ends, content)
         if position is not None:
             code, line = _cause(run, step, content)
             evidence = {
-                "step": applied[0]["step"],
-                "parameter": applied[0]["names"][position],
-                "norms": [record[content][position] for record in applied],
-                "lr": [rate for end in step.of("step") for rate in end["lr"][:1]],
+                "step": ends[0]["step"],
+                "parameter": ends[0]["names"][position],
+                "norms": [end[content][position] for end in ends],
+                "lr": [end["lr"][0] for end in ends],
             }
             return finding(code, line, evidence)
     return None
@@ -56,22 +58,22 @@ def _parting(run: Run, step: Records) -> Finding | None:
 def _cause(run: Run, step: Records, content: str) -> tuple[str, str | None]:
     """Return code and line of a difference in the ``weights``, or in the ``norms`` of gradients."""
     line = step.of("step")[0]["site"]
-    if content == "weights" and step is not run.steps[0]:
-        return "AUDIT_RANKS_PART", line
     if content == "weights":
-        return "AUDIT_INITIAL_WEIGHTS", next((record["site"] for record in run.ranks[0].of("optimizer")), None)
-    forwards = [record for record in step.of("forward") if record["rank"] == 0]
-    if forwards and not forwards[-1]["syncs"]:
-        return "AUDIT_NO_SYNC", forwards[-1]["site"]
-    for record in step.of("bare"):
-        return "AUDIT_BARE_MODULE", record["site"]
+        is_first = step is run.steps[0]
+        made = run.ranks[0].of("optimizer")[0]["site"]
+        return ("AUDIT_INITIAL_WEIGHTS", made) if is_first else ("AUDIT_RANKS_PART", line)
+    for forward in step.of("forward")[-1:]:
+        if forward["is_bare"]:
+            return "AUDIT_BARE_MODULE", forward["site"]
+        if not forward["syncs"]:
+            return "AUDIT_NO_SYNC", forward["site"]
     return "AUDIT_NOT_REDUCED", line
 
 
 def first_difference(records: Sequence[Record], content: str) -> int | None:
     """Return the first position at which norms of the ranks differ by more than rounding; ``None``: there is none."""
     for position, norms in enumerate(zip(*(record[content] for record in records), strict=False)):
-        if max(norms) < math.inf and min(norms) < (1 - _TOLERANCE) * max(norms):
+        if min(norms) < (1 - _TOLERANCE) * max(norms):
             return position
     return None
 
@@ -83,17 +85,13 @@ def unmatched_calls(run: Run, *, has_failed: bool) -> Finding | None:
         shortest = passes[lengths.index(min(lengths))]
         if len(set(lengths)) > 1 and shortest.is_whole:
             return finding("AUDIT_ENDS_EARLY", shortest.about["site"], {"batches": lengths})
-    if not has_failed and not all(rank.of("end") for rank in run.ranks):
-        return None
     calls = [[call for call in rank.of("call") if not call["in_group"]] for rank in run.ranks]
     for number, of_ranks in enumerate(zip_longest(*calls, fillvalue=_NO_CALL), 1):
         if len({(call["name"], call["name"] in _SIZED and call["numel"]) for call in of_ranks}) > 1:
-            described = [
-                f"{call['name']} of {call['numel']} elements at {call['site']}" if call["site"] else call["name"]
-                for call in of_ranks
-            ]
-            line = next((call["site"] for call in of_ranks if call["site"]), None)
-            return finding("AUDIT_COLLECTIVE", line, {"number": number, "calls": described})
+            lines = [call["site"] for call in of_ranks]
+            evidence = {"number": number, "calls": [call["name"] for call in of_ranks]}
+            evidence |= {"elements": [call["numel"] for call in of_ranks], "lines": lines}
+            return finding("AUDIT_COLLECTIVE", next(filter(None, lines)), evidence)
     return None
 
 
@@ -106,11 +104,10 @@ def file_findings(run: Run) -> Iterator[Finding]:
             yield finding("AUDIT_FILE_RACE", of_path[0]["site"], {"path": path, "ranks": writers})
     has_complete = any({"model", "optimizer"} <= set(save["parts"]) for save in saves)
     for save in saves if not run.uses_lightning else ():  # Lightning writes the parts that its user selects
-        parts = save["parts"]
+        parts = set(save["parts"])
+        needed = {"optimizer"} if "counter" in parts and not has_complete else set()
         if "optimizer" in parts:
-            needed = {"scheduler": bool(run.records.of("scheduler")), "scaler": bool(run.records.of("scaled"))}
-        else:
-            needed = {"optimizer": "counter" in parts and not has_complete}
-        missing = [part for part, is_needed in needed.items() if is_needed and part not in parts]
+            needed = {part for part in ("scheduler", "scaler") if run.records.of(part)}
+        missing = sorted(needed - parts)
         if missing and "model" in parts:
-            yield finding("AUDIT_CHECKPOINT", save["site"], {"parts": parts, "missing": missing})
+            yield finding("AUDIT_CHECKPOINT", save["site"], {"parts": sorted(parts), "missing": missing})

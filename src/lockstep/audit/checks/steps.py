@@ -25,78 +25,72 @@ def step_findings(run: Run) -> Iterator[Finding]:
     longest_window = 0
     for step in run.steps:
         end = step.of("step")[0]
-        is_dirty = all(end["optimizer"] in backward.get("dirty", ()) for backward in step.of("backward"))
-        if end["optimizer"] in stepped and is_dirty and step.of("backward"):
+        backwards = step.of("backward")
+        is_dirty = all(end["optimizer"] in backward.get("dirty", ()) for backward in backwards)
+        if end["optimizer"] in stepped and is_dirty and backwards:
             yield finding("AUDIT_ZERO_GRAD", end["site"], {"step": end["step"]})
         stepped.add(end["optimizer"])
-        yield from _clips(run, step)
-        if run.has_one_optimizer and not run.is_sharded and _is_recorded(run, step):
-            yield from filter(None, [_denominator(run, step, longest_window)])
-            longest_window = max(longest_window, len(step.of("backward")) // run.size)
+        yield from _clips(step)
+        if run.has_one_optimizer and _is_recorded(run, step):
+            yield from _denominator(run, step, longest_window)
+            longest_window = max(longest_window, len(backwards) // run.size)
 
 
-def _clips(run: Run, step: Records) -> Iterator[Finding]:
-    applied = step.of("applied")
-    is_reduced = len(applied) == run.size and first_difference(applied, "norms") is None
+def _clips(step: Records) -> Iterator[Finding]:
     for clips in zip(*step.of("clip").by("rank").values(), strict=False):
         evidence = {"step": clips[0]["step"], "call": clips[0]["call"]}
         if clips[0]["is_scaled"]:
             yield finding("AUDIT_CLIP_SCALED", clips[0]["site"], evidence)
-        if is_reduced and first_difference(clips, "norms") is not None:
+        # Gradients that are never reduced are another finding.
+        if first_difference(step.of("step"), "norms") is None and first_difference(clips, "norms") is not None:
             yield finding("AUDIT_CLIP_LOCAL", clips[0]["site"], evidence)
-
-
-def _ratio(vector: np.ndarray, base: np.ndarray) -> tuple[float, float]:
-    """Return the factor that scales ``base`` to ``vector``, and the relative distance that remains."""
-    factor = float(vector @ base / (base @ base or 1.0))
-    scaled = factor * base
-    length = np.linalg.norm(scaled)
-    return factor, float(np.linalg.norm(vector - scaled) / length) if length else math.inf
 
 
 def _is_recorded(run: Run, step: Records) -> bool:
     """Return whether all micro-batches of a step, equally many on each rank, have gradients and counts."""
     backwards = step.of("backward")
-    gradients = [local["gradients"] for local in step.of("local")]
-    has_all = len(gradients) == len(backwards) and all(gradients) and all(b.get("count") for b in backwards)
+    sampled = [record["gradients"] for record in [*step.of("local"), *step.of("step")]]
     windows = [len(of_rank) for of_rank in backwards.by("rank").values()]
-    return has_all and windows == windows[:1] * run.size and bool(step.of("applied"))
+    is_even = windows == windows[:1] * run.size and len(sampled) == len(backwards) + run.size
+    return is_even and len({len(gradients) for gradients in sampled}) == 1 and all(b.get("count") for b in backwards)
 
 
-def _denominator(run: Run, step: Records, longest_window: int) -> Finding | None:
+def _ratio(vector: np.ndarray, base: np.ndarray) -> tuple[float, float]:
+    """Return the factor that scales ``base`` to ``vector``, and the relative distance that remains."""
+    factor = float(vector @ base / (base @ base))
+    return factor, float(np.linalg.norm(vector - factor * base) / np.linalg.norm(factor * base))
+
+
+def _denominator(run: Run, step: Records, longest_window: int) -> Iterator[Finding]:
     """Compare the gradient of a step, of each rank, with Σ loss / Σ count over ranks and micro-batches.
 
     Args:
         longest_window: micro-batches of the longest step before.
     """
-    applied = np.array(step.of("applied")[0]["gradients"])
+    applied = np.array(step.of("step")[0]["gradients"])
+    gradients = np.array([local["gradients"] for local in step.of("local")])
     backwards = step.of("backward")
-    vectors = [np.array(local["gradients"]) for local in step.of("local")]
+    first = backwards[0]
+    loss_line = first["loss_line"] or first["site"]
     counts = [backward["count"] for backward in backwards]
     factors = [backward["factor"] for backward in backwards]
-    reductions = {backward["reduction"] for backward in backwards}
-    clips = {clip["call"] for clip in step.of("clip")}
-    has_shape = all(vector.shape == applied.shape for vector in vectors)
-    if len(reductions) != 1 or not has_shape or not applied.any() or "clip_grad_value_" in clips:
-        return None
-    gradients = np.stack(vectors)
-    scales = [(count if reductions == {"mean"} else 1) / (f or 1) for count, f in zip(counts, factors, strict=True)]
-    right = np.array(scales) @ gradients / sum(counts)
+    is_mean = first["reduction"] == "mean"
+    weights = [(count if is_mean else 1) / (factor or 1) for count, factor in zip(counts, factors, strict=True)]
+    right = np.array(weights) @ gradients / sum(counts)
+    if not (applied.any() and right.any() and gradients.sum(0).any()):
+        return
     reduction, unexplained = _ratio(applied, gradients.sum(0))
     factor, deviation = _ratio(applied, right)
-    if unexplained > _EXPLAINED:
-        return None  # something else changes the gradients
-    first = backwards[0]
+    if unexplained > _EXPLAINED or any(backward["reduction"] != first["reduction"] for backward in backwards):
+        return  # something else changes the gradients
     ranks = run.size
     window = len(backwards) // ranks
-    evidence = {"step": first["step"], "counts": counts, "factor": factor, "deviation": deviation}
+    evidence = {"step": first["step"], "counts": counts, "factor": factor, "off": deviation}
     evidence |= {"ranks": ranks, "window": window, "longest_window": longest_window}
     if deviation > _DIRECTION and len(set(counts)) > 1:
-        is_scaled = bool(clips) or None in factors
-        evidence["off"] = deviation if is_scaled else float(np.linalg.norm(applied - right) / np.linalg.norm(right))
-        return finding("AUDIT_MEAN_OF_MEANS", first["loss_line"] or first["site"], evidence)
-    if deviation > _DIRECTION or None in factors or clips or reductions != {"mean"}:
-        return None
+        yield finding("AUDIT_MEAN_OF_MEANS", loss_line, evidence)
+    if deviation > _DIRECTION or None in factors or step.of("clip") or not is_mean:
+        return
     # Both are 1 in a right step: averages over ranks, and over micro-batches.
     over_ranks = reduction * ranks
     over_window = window * sum(factors) / len(factors)
@@ -108,29 +102,26 @@ def _denominator(run: Run, step: Records, longest_window: int) -> Finding | None
         (factor, 1 / ranks, "AUDIT_DIVIDED_TWICE"),
     )
     # A closure or a Trainer calls backward within the step.
-    line = (first["site"] == step.of("step")[0]["site"] and first["loss_line"]) or first["site"]
+    line = loss_line if first["site"] == step.of("step")[0]["site"] else first["site"]
     for measured, expected, code in causes:
         if expected != 1 and all(math.isclose(value, expected, rel_tol=_SCALE) for value in (measured, factor)):
-            return finding(code, line, evidence)
-    return None
+            yield finding(code, line, evidence)
+            return
 
 
 def rate_findings(single_run: Run, several_run: Run) -> Iterator[Finding]:
     """Compare learning rates over the samples of a run on one rank with those on several."""
     runs = (single_run, several_run)
-    single, several = ([end["lr"][0] for end in run.ranks[0].of("step") if end["lr"]] for run in runs)
-    if min(len(single), len(several)) < 2 or not all(run.has_one_optimizer for run in runs):
+    if not all(run.has_one_optimizer and len(run.steps) > 1 for run in runs):
         return
+    single, several = ([end["lr"][0] for end in run.ranks[0].of("step")] for run in runs)
     schedulers = several_run.ranks[0].of("scheduler")
-    optimizers = several_run.ranks[0].of("optimizer")
     tops = [max(single), max(several)]
     evidence = {"ranks": several_run.size, "lr_one": tops[0], "lr_many": tops[1]}
-    if not schedulers and optimizers and not math.isclose(*tops, rel_tol=1e-6):
-        yield finding("AUDIT_RATE_SCALED", optimizers[0]["site"], evidence)
-    is_cut = any(run.records.of("cut") for run in runs)
-    depends_on_metric = any(record["name"] == "ReduceLROnPlateau" for record in schedulers)
+    if not schedulers and not math.isclose(*tops, rel_tol=1e-6):
+        yield finding("AUDIT_RATE_SCALED", several_run.ranks[0].of("optimizer")[0]["site"], evidence)
     stretch = len(single) / len(several)
-    if not schedulers or depends_on_metric or is_cut or stretch == 1 or min(tops) <= 0:
+    if not schedulers or stretch == 1 or min(tops) <= 0 or any(run.records.of("cut") for run in runs):
         return
     reference, curve = ([rate / max(rates) for rate in rates] for rates in (single, several))
     is_right = _mean_distance(curve, reference, stretch) < 0.05
@@ -144,6 +135,5 @@ def rate_findings(single_run: Run, several_run: Run) -> Iterator[Finding]:
 
 def _mean_distance(curve: Sequence[float], reference: Sequence[float], stretch: float) -> float:
     """Return the mean distance of ``curve[i]`` and ``reference[stretch · i]`` over common positions."""
-    positions = [(value, round(index * stretch)) for index, value in enumerate(curve)]
-    distances = [abs(value - reference[position]) for value, position in positions if position < len(reference)]
-    return math.inf if len(distances) < 2 else sum(distances) / len(distances)
+    reached = [reference[position] for index in range(len(curve)) if (position := round(index * stretch)) < len(reference)]
+    return sum(abs(value - other) for value, other in zip(curve, reached, strict=False)) / len(reached)

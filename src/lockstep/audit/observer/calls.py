@@ -12,10 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
 from lockstep.audit.observer.record import Observation, Recorder
 
@@ -26,9 +23,7 @@ CALLS = (
 )
 #: Largest tensor whose values are recorded.
 MAX_VALUES = 4
-#: Parts of a checkpoint that are objects: their ``state_dict()`` may be collective, as of FSDP, so it is not called.
-_OBJECTS = {nn.Module: "model", Optimizer: "optimizer", LRScheduler: "scheduler", GradScaler: "scaler"}
-#: Parts that are state dictionaries, by a key of each.
+#: Parts of a checkpoint, by a key of their state dictionaries.
 _STATES = {"param_groups": "optimizer", "last_epoch": "scheduler", "growth_factor": "scaler"}
 _COUNTERS = ("epoch", "epochs", "step", "steps", "global_step", "iteration", "iter", "start_epoch")
 
@@ -71,7 +66,6 @@ def _note_save(recorder: Recorder, content: Any, file: Any, *args: Any, **kwargs
 def parts_of(content: Any) -> Iterator[str]:
     """Name the parts of a checkpoint: ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``counter``."""
     for key, value in content.items() if isinstance(content, Mapping) else ():
-        yield from (part for kind, part in _OBJECTS.items() if isinstance(value, kind))
         if isinstance(value, Mapping) and value and all(isinstance(item, Tensor) for item in value.values()):
             yield "model"
         elif isinstance(value, Mapping):

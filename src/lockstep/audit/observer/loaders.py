@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+from contextlib import suppress
+from reprlib import Repr
 from types import ModuleType
 from typing import Any
 
@@ -19,8 +21,6 @@ from lockstep.audit.observer.record import Observation, OpenPass, Recorder, scri
 MAX_INDICES = 500_000
 #: Batches of a pass and worker whose random state is compared.
 MAX_DRAWS = 3
-#: Items of a list, and attributes of an object, that are hashed: at most about this many.
-_MAX_ITEMS = 16
 
 
 class LoaderObserver:
@@ -49,16 +49,17 @@ class LoaderObserver:
         self._fetches = 0
         data_pass = iterator.lockstep_pass = OpenPass(self._passes)
         dataset = loader.dataset
+        outer_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        sampler = _innermost(outer_sampler)
         is_map = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
         if is_map:
-            data_pass.left = len(loader.batch_sampler or loader.sampler)
-        sampler = _innermost_sampler(loader)
+            data_pass.left = len(outer_sampler)
         self.recorder.write(
             "pass",
             loader_pass=data_pass.number,
             batches=data_pass.left,
             size=len(dataset) if is_map else None,
-            dataset=content_hash(dataset),
+            dataset=_digest(_CONTENT.repr(dataset)),
             subset=_digest(sorted(map(int, dataset.indices))) if isinstance(dataset, Subset) else None,
             samplers=[type(loader.batch_sampler).__name__, type(sampler).__name__],
             drops=bool(loader.drop_last or getattr(sampler, "drop_last", False)),
@@ -102,11 +103,9 @@ class LoaderObserver:
 
 
 def _plain(index: Any) -> list[int] | None:
-    try:
-        values = [int(value) for value in (index if hasattr(index, "__iter__") else [index])]
-    except (TypeError, ValueError):
-        return None
-    return None if any(value < 0 for value in values) else values
+    with suppress(TypeError, ValueError):
+        return [int(value) for value in np.atleast_1d(index)]
+    return None
 
 
 def _digest(content: Any) -> str:
@@ -122,25 +121,25 @@ def _generator_states() -> dict[str, str]:
     }
 
 
-def content_hash(value: Any, depth: int = 3) -> str:
-    """Hash some of the tensors, arrays, lists and numbers that a data set and objects in it hold, to ``depth``."""
-    if callable(value) or isinstance(value, ModuleType):
-        return type(value).__name__
-    if hasattr(value, "__dict__") and not hasattr(value, "__array__"):
-        value = [type(value).__name__, *(vars(value).items() if depth else ())]
-        depth -= 1
-    if isinstance(value, dict):
-        value = list(value.items())
-    if isinstance(value, tuple | list):
-        items = value[:: max(1, len(value) // _MAX_ITEMS)]
-        return _digest([len(value), *(content_hash(item, depth) for item in items)])
-    # Large tensors and arrays are shown by their corners.
-    return _digest(re.sub("0x[0-9a-f]+", "", repr(value)))
+class _ContentRepr(Repr):
+    """Shows some of the tensors, arrays, lists and numbers that a data set and objects in it hold."""
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        """Show the attributes of an object; of large tensors and arrays the corners."""
+        if callable(value) or isinstance(value, ModuleType):
+            return type(value).__name__
+        if hasattr(value, "__dict__") and not hasattr(value, "__array__"):
+            return type(value).__name__ + self.repr_dict(vars(value), level)
+        return re.sub("0x[0-9a-f]+", "", repr(value))
 
 
-def _innermost_sampler(loader: Any) -> Any:
+_CONTENT = _ContentRepr()
+_CONTENT.maxlist = _CONTENT.maxtuple = _CONTENT.maxdict = 16
+_CONTENT.maxstring = 256
+
+
+def _innermost(sampler: Any) -> Any:
     """Return the sampler of samples, below samplers of batches and shards of these."""
-    sampler = loader.batch_sampler or loader.sampler
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler
     return getattr(sampler, "sampler", sampler)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import sys
+import traceback
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep._compat.observation import loss_term
+from lockstep._compat.observation import is_shard, loss_term
 from lockstep._compat.torch import BatchNorm, foreach_norm
 from lockstep.arithmetic import ceil_div
 from lockstep.audit.observer.record import Observation, Recorder, script_line
@@ -46,13 +47,11 @@ class TrainingObserver:
         self._training_passes: set[int] = set()
         self._loss_line: str | None = None
         self._is_scaled = False
-        self._is_in_replica = False
-        self._has_ended = False
+        self._is_sharded = False
         self._names: dict[int, str] = {}
         recorder.watch(Optimizer, "__init__", self._note_optimizer)
         recorder.watch(LRScheduler, "__init__", self._note_scheduler)
         recorder.watch(DistributedDataParallel, "__init__", self._note_replica)
-        recorder.watch(DistributedDataParallel, "forward", self._note_forward)
         recorder.watch(torch.amp.GradScaler, "scale", partial(self._note_scaler, True))
         recorder.watch(torch.amp.GradScaler, "unscale_", partial(self._note_scaler, False))
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -64,20 +63,21 @@ class TrainingObserver:
         register_optimizer_step_post_hook(self._after_step)
 
     def is_full(self) -> bool:
-        """Return whether the next step is recorded in full."""
+        """Return whether the next step is recorded in full: its gradients and weights, too."""
         done = self.recorder.step - 1
         data_pass = self.recorder.current_pass
         is_near_end = data_pass is not None and data_pass.left is not None and data_pass.left <= LAST_BATCHES
-        return done < FIRST_STEPS or done % EVERY == 0 or is_near_end
+        return not self._is_sharded and (done < FIRST_STEPS or done % EVERY == 0 or is_near_end)
 
     def _note_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Observation:
         yield
         self._optimizers.append(optimizer)
-        self.recorder.write("optimizer")
+        self._is_sharded |= any(map(is_shard, _parameters([optimizer])))
+        self.recorder.write("optimizer", is_sharded=self._is_sharded)
 
     def _note_scheduler(self, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Observation:
         yield
-        self.recorder.write("scheduler", name=type(scheduler).__name__)
+        self.recorder.write("scheduler")
 
     def _note_replica(self, replica: DistributedDataParallel, *args: Any, **kwargs: Any) -> Observation:
         yield
@@ -87,28 +87,24 @@ class TrainingObserver:
         self._names |= {id(parameter): name for name, parameter in replica.module.named_parameters()}
         replica.module.register_forward_pre_hook(self._before_module)
 
-    def _note_forward(self, replica: DistributedDataParallel, *args: Any, **kwargs: Any) -> Observation:
-        self._is_in_replica = True
-        if torch.is_grad_enabled() and self.is_full():
-            self.recorder.write("forward", syncs=bool(replica.require_backward_grad_sync))
-        yield
-        self._is_in_replica = False
-
     def _before_module(self, module: nn.Module, _: Any) -> None:
-        is_bare = not (self._is_in_replica or torch.compiler.is_compiling())
-        if is_bare and torch.is_grad_enabled() and module.training and self.is_full():
-            self.recorder.write("bare")
+        is_training = module.training and torch.is_grad_enabled()
+        if is_training and not torch.compiler.is_compiling() and self.is_full():
+            frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
+            replicas = [
+                frame.f_locals["self"] for frame in frames if frame.f_code is DistributedDataParallel.forward.__code__
+            ]
+            syncs = all(replica.require_backward_grad_sync for replica in replicas)
+            self.recorder.write("forward", is_bare=not replicas, syncs=syncs)
 
     def _note_loss(self, *args: Any, **kwargs: Any) -> Observation:
         value = yield
         if torch.is_grad_enabled():
             self._loss_line = script_line() if self.is_full() else self._loss_line
         elif isinstance(value, Tensor) and value.numel() == 1:
-            target = args[1] if len(args) > 1 else kwargs.get("target")
-            count = target.numel() if isinstance(target, Tensor) else 0
-            if isinstance(target, Tensor) and not target.is_floating_point():
-                count = int((target != kwargs.get("ignore_index", -100)).sum())
-            self.recorder.write("eval_loss", loss=value.item(), count=count)
+            target = args[1] if len(args) > 1 else kwargs["target"]
+            counted = torch.ones_like(target) if target.is_floating_point() else target != kwargs.get("ignore_index")
+            self.recorder.write("eval_loss", loss=value.item(), count=int(counted.sum()))
 
     def _note_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Observation:
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
@@ -132,22 +128,21 @@ class TrainingObserver:
             dirty=[n for n, optimizer in enumerate(self._optimizers, 1) if any(_gradients([optimizer]))],
         )
         parameters = _sampled(self._optimizers)
-        sums: list[list[float]] = [[] for _ in parameters]
+        gradients: list[list[float]] = [[] for _ in parameters]
 
-        def add(position: int, gradient: Tensor) -> None:
-            values = _entries(gradient)
-            sums[position] = [a + b for a, b in zip(sums[position] or [0.0] * len(values), values, strict=True)]
+        def note(position: int, gradient: Tensor) -> None:
+            gradients[position] = _entries(gradient)
 
-        handles = [parameter.register_hook(partial(add, position)) for position, parameter in enumerate(parameters)]
+        handles = [parameter.register_hook(partial(note, position)) for position, parameter in enumerate(parameters)]
         yield
         for handle in handles:
             handle.remove()
-        self.recorder.write("local", gradients=list(chain(*sums)))
+        self.recorder.write("local", gradients=list(chain(*gradients)))
 
     def _note_scaler(self, scales: bool, scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Observation:
         self._is_scaled = scales and scaler.is_enabled()
         if self._is_scaled:
-            self.recorder.write("scaled")
+            self.recorder.write("scaler")
         yield
 
     def _note_clip(self, name: str, *args: Any, **kwargs: Any) -> Observation:
@@ -168,38 +163,31 @@ class TrainingObserver:
         if weights is None:  # a subclass has called super().step(), which came here before
             return
         with self.recorder.guarded("step"):
-            if self.is_full():
-                self._note_applied(optimizer, weights)
-            self._count_step(optimizer)
+            self._note_step(optimizer, weights)
         is_past = self.recorder.current_pass is None and self.recorder.step > self.recorder.max_steps
         if is_past or len(self._training_passes) > MAX_PASSES:
             self.recorder.write("cut", is_script=True)
-            if self._has_ended:  # the script has caught it
-                os._exit(0)
-            self._has_ended = True
             raise SystemExit(0)
 
-    def _note_applied(self, optimizer: Optimizer, weights: list[float]) -> None:
-        """Record norms and sampled gradients, which a step leaves as it has applied them."""
-        parameters = _parameters([optimizer])
-        if any(map(_is_sharded, parameters)):
-            self.recorder.write("sharded")
-            return
-        names = [
-            self._names.get(id(parameter), f"parameter {position} of shape {tuple(parameter.shape)}")
-            for position, parameter in enumerate(parameters)
-        ]
-        norms = _norms([_gradient(parameter) for parameter in parameters])
-        self.recorder.write("applied", weights=weights, norms=norms, gradients=_gradients([optimizer]), names=names)
-
-    def _count_step(self, optimizer: Optimizer) -> None:
-        current = self.recorder.current_pass
-        if current is not None:
-            current.steps += 1
-            self._training_passes.add(current.number)
-        number = self._optimizers.index(optimizer) + 1 if optimizer in self._optimizers else 0
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        self.recorder.write("step", optimizer=number, lr=rates)
+    def _note_step(self, optimizer: Optimizer, weights: list[float]) -> None:
+        """Record a step; in full with norms and sampled gradients, which it leaves as it has applied them."""
+        data_pass = self.recorder.current_pass
+        if data_pass is not None:
+            data_pass.steps += 1
+            self._training_passes.add(data_pass.number)
+        parameters = _parameters([optimizer]) if weights else []
+        self.recorder.write(
+            "step",
+            optimizer=self._optimizers.index(optimizer) + 1,
+            lr=[float(group["lr"]) for group in optimizer.param_groups],
+            weights=weights,
+            norms=_norms([_gradient(parameter) for parameter in parameters]),
+            gradients=_gradients([optimizer]) if weights else [],
+            names=[
+                self._names.get(id(parameter), f"parameter {position} of shape {tuple(parameter.shape)}")
+                for position, parameter in enumerate(parameters)
+            ],
+        )
         self.recorder.step += 1
         self._is_scaled = False
 
@@ -233,10 +221,6 @@ def _entries(tensor: Tensor) -> list[float]:
 
 
 def _norms(tensors: list[Tensor]) -> list[float]:
-    if not tensors or any(tensor.is_sparse or _is_sharded(tensor) for tensor in tensors):
+    if not tensors or any(tensor.is_sparse for tensor in tensors):
         return []
     return torch.stack([norm.double().cpu() for norm in foreach_norm(tensors)]).tolist()
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    return type(tensor).__name__ in ("DTensor", "FlatParameter")
