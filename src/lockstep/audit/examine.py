@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.audit.checks.data import data_findings
@@ -35,18 +35,15 @@ def audit(script: Script, sizes: Sequence[int], *, steps: int, timeout_s: float)
     findings: list[Finding] = []
     for size in sizes:
         progress(f"{script.name} on {many(size, 'rank')}", doing="running")
-        with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
-            folder = Path(name)
-            outcome = run_ranks(script, size, folder, steps=steps, timeout_s=timeout_s)
-            runs[size] = Run(size, read_records(folder))
-        findings += [*_findings(runs[size]), *_end_of(script, runs[size], outcome)]
-    largest = max(runs)
-    if 1 in runs and largest > 1:
-        findings += rate_findings(runs[1], runs[largest])
+        with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as folder:
+            outcome = run_ranks(script, size, Path(folder), steps=steps, timeout_s=timeout_s)
+            runs[size] = Run(size, read_records(Path(folder)))
+        findings += [*_end_of(script, runs[size], outcome), *_findings(runs[size])]
+    if 1 in runs:
+        findings += rate_findings(runs[1], runs[max(runs)])
     unique = {(finding["code"], finding["file"], finding["line"]): finding for finding in findings}
     ordered = sorted(unique.values(), key=lambda finding: -SEVERITIES.index(finding["severity"]))
-    rows = {size: step_rows(run) for size, run in runs.items()}
-    return AuditReport(script.name, tuple(ordered), rows, tuple(dict.fromkeys(_limits(runs, steps))))
+    return AuditReport(script.name, ordered, {size: step_rows(run) for size, run in runs.items()}, _limits(runs, steps))
 
 
 def _findings(run: Run) -> list[Finding]:
@@ -73,13 +70,10 @@ def _end_of(script: Script, run: Run, outcome: Outcome) -> list[Finding]:
     # A signal may come after the script's end, if a process group was not destroyed, for example.
     ended = [bool(rank.of("end")) for rank in run.ranks]
     failed = [rank for rank, code in enumerate(outcome.codes) if code > 0 or (code < 0 and not ended[rank])]
-    unmatched = unmatched_calls(run, has_failed=bool(failed)) if run.size > 1 else None
-    if unmatched is None:
-        is_failure = outcome.is_late or bool(failed)
-    else:
-        is_failure = not outcome.is_stuck and not all(_VICTIM.search(outcome.outputs[rank]) for rank in failed)
-    if is_failure:
-        raise script_failure(script, outcome, failed)
+    unmatched = unmatched_calls(run, has_failed=bool(failed))
+    are_victims = outcome.is_stuck or all(_VICTIM.search(outcome.outputs[rank]) for rank in failed)
+    if failed and not (unmatched and are_victims):
+        raise script_failure(script, outcome, failed[0])
     if not run.records.of("step") and unmatched is None:
         raise UnsupportedError(
             f"{script.name} has taken no step of a torch.optim.Optimizer",
@@ -89,30 +83,27 @@ def _end_of(script: Script, run: Run, outcome: Outcome) -> list[Finding]:
     return [] if unmatched is None else [unmatched]
 
 
-def _limits(runs: dict[int, Run], steps: int) -> Iterator[str]:
-    """Yield sentences about everything that was not seen."""
-    for size, run in runs.items():
-        yield from (f"{record['text']}: not everything was observed" for record in run.records.of("limit"))
-        passes = run.passes[0]
-        cuts = [record["is_script"] for record in run.ranks[0].of("cut")]
-        backwards = run.ranks[0].of("backward") if size == max(runs) else ()
-        unread = sorted({b["graph"] for b in backwards if b.get("graph") and b["count"] is None})
-        conditions = {
-            "the script reads no torch DataLoader: samples and random numbers are not seen": not passes,
-            "the training data set is not a map-style Dataset: its samples cannot be counted": any(
-                data_pass.about["size"] is None for data_pass in passes if data_pass.trains
-            ),
-            f"an epoch was ended after {steps} steps: samples dropped or repeated later are not seen": False in cuts,
-            "the script was ended in its third epoch: its end is not seen": True in cuts,
-            "shards, or calls within groups of ranks: weights and gradients are not compared": run.is_sharded,
-            "an evaluation calls no loss of torch.nn.functional: its metrics are not judged": not all(
-                data_pass.trains or data_pass.records.of("eval_loss") for data_pass in passes if data_pass.batches
-            ),
-            "several optimizers: denominators and learning rates are not judged": not run.has_one_optimizer,
-            f"the loss is not one mean or sum ({', '.join(unread)}): its denominator is not judged": bool(unread),
-        }
-        yield from (text for text, applies in conditions.items() if applies)
-    if 1 not in runs:
-        yield "no run on one rank: learning rates are not compared"
-    if max(runs) == 1:
-        yield "no run on several ranks: only faults of one rank can be found"
+def _limits(runs: dict[int, Run], steps: int) -> list[str]:
+    """Return sentences about everything that was not seen."""
+    run = runs[max(runs)]
+    passes = run.passes[0]
+    cuts = [record["is_script"] for record in run.ranks[0].of("cut")]
+    unread = sorted({b["graph"] for b in run.ranks[0].of("backward") if "graph" in b and b["count"] is None})
+    conditions = {
+        "the script reads no torch DataLoader: samples and random numbers are not seen": not passes,
+        "the training data set is not a map-style Dataset: its samples cannot be counted": any(
+            data_pass.about["size"] is None for data_pass in passes if data_pass.trains
+        ),
+        f"an epoch was ended after {steps} steps: samples dropped or repeated later are not seen": False in cuts,
+        "the script was ended in its third epoch: its end is not seen": True in cuts,
+        "shards, or calls within groups of ranks: weights and gradients are not compared": run.is_sharded,
+        "an evaluation calls no loss of torch.nn.functional: its metrics are not judged": not all(
+            data_pass.trains or data_pass.records.of("eval_loss") for data_pass in passes if data_pass.batches
+        ),
+        "several optimizers: denominators and learning rates are not judged": not run.has_one_optimizer,
+        f"the loss is not one mean or sum ({', '.join(unread)}): its denominator is not judged": bool(unread),
+        "no run on one rank: learning rates are not compared": 1 not in runs,
+        "no run on several ranks: only faults of one rank can be found": max(runs) == 1,
+    }
+    unobserved = {f"{record['text']}: not everything was observed": True for record in run.records.of("limit")}
+    return [text for text, applies in (unobserved | conditions).items() if applies]

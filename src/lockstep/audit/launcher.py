@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from lockstep.audit.trace import Records
 from lockstep.errors import TaskError, UsageError, many
+from lockstep.rundir.files import rows_of
 
 #: Maximum time without a record of ranks that wait for each other.
 GRACE_S = 15.0
@@ -105,19 +105,15 @@ def _waits(records: Records, alive: Collection[int], ranks: int) -> bool:
     """Return whether ranks that are ``alive`` wait for one that has ended, or for each other in different calls."""
     of_process = Records(record for record in records if record["kind"] != "draw" and record["rank"] in alive)
     last = [of_rank[-1] for of_rank in of_process.by("rank").values()]
-    if not last or any(record["kind"] not in ("call", "backward") for record in last):
-        return False
-    return len(alive) < ranks or len({(record["kind"], record.get("name"), record["site"]) for record in last}) > 1
+    calls = {(record["kind"], record.get("name"), record["site"]) for record in last}
+    return {kind for kind, _, _ in calls} <= {"call", "backward"} and (len(alive) < ranks or len(calls) > 1)
 
 
 def read_records(folder: Path) -> Records:
     """Read the records of all ranks; random numbers, which workers of loaders record, come last of a rank."""
-    records = Records()
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            with suppress(json.JSONDecodeError):  # a process that is killed may have written a part of its last line
-                records.append(json.loads(line))
-    return Records(sorted(records, key=lambda record: (record["rank"], record["kind"] == "draw")))
+    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_bytes().splitlines()]
+    # A process that was killed may have written a part of its last line.
+    return Records(sorted(rows_of(lines), key=lambda record: (record["rank"], record["kind"] == "draw")))
 
 
 def _environment(ranks: int, folder: Path, steps: int) -> dict[str, str]:
@@ -126,22 +122,27 @@ def _environment(ranks: int, folder: Path, steps: int) -> dict[str, str]:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    path = [str(_BOOTSTRAP), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    path = [str(_BOOTSTRAP), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         **({} if get_available_gpus() else {"ACCELERATE_USE_CPU": "1"}),
         **os.environ,
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
-        **{"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "audit", "TORCHELASTIC_USE_AGENT_STORE": "False"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(path)},
-        **{"LOCKSTEP_AUDIT": str(folder), "LOCKSTEP_AUDIT_STEPS": str(steps)},
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "audit",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join(path),
+        "LOCKSTEP_AUDIT": str(folder),
+        "LOCKSTEP_AUDIT_STEPS": str(steps),
     }
 
 
-def script_failure(script: Script, outcome: Outcome, failed: Sequence[int]) -> TaskError:
-    """Return the error for a script that fails without Lockstep too, with the end of its output."""
-    rank = failed[0] if failed else 0
+def script_failure(script: Script, outcome: Outcome, rank: int) -> TaskError:
+    """Return the error for a script that fails without Lockstep too, with the end of the output of ``rank``."""
     reason = f"fails: exit code {outcome.codes[rank]} of rank {rank}"
     fix = "run it without `lockstep audit` first; nothing was judged"
     if outcome.is_late:

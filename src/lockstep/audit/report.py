@@ -11,6 +11,8 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lockstep.audit.findings import SEVERITIES, Finding
 from lockstep.audit.trace import Run
 from lockstep.errors import many
@@ -28,9 +30,9 @@ class AuditReport:
     """Findings of a script, its steps for each number of ranks, and limits of the observation."""
 
     script: str
-    findings: tuple[Finding, ...]
+    findings: list[Finding]
     steps: Mapping[int, list[Row]]
-    limits: tuple[str, ...]
+    limits: list[str]
 
     def exit_code(self, fail_on: str) -> int:
         """Return 1 if a finding is at least as severe as ``fail_on``, else 0; ``never``: 0."""
@@ -42,10 +44,10 @@ class AuditReport:
         return {
             "script": self.script,
             "ranks": list(self.steps),
-            "findings": list(self.findings),
+            "findings": self.findings,
             "steps": {str(size): rows for size, rows in self.steps.items()},
             "part_at_step": first_parting(self.steps),
-            "limits": list(self.limits),
+            "limits": self.limits,
         }
 
     def as_markdown(self) -> str:
@@ -53,14 +55,15 @@ class AuditReport:
         counts = Counter(finding["severity"] for finding in self.findings)
         texts = [many(counts[severity], severity) for severity in reversed(SEVERITIES) if counts[severity]]
         part = first_parting(self.steps)
-        comparison = f"One rank and several part at step {part}." if part else "One rank and several agree to rounding."
-        if part is None:
-            comparison = "The global batch depends on the number of ranks: steps are not compared."
+        comparisons = {
+            None: "The global batch depends on the number of ranks: steps are not compared.",
+            0: "One rank and several agree to rounding.",
+        }
         lines = [
             f"# Audit of {self.script} on {', '.join(map(str, self.steps))} ranks: {', '.join(texts) or 'no findings'}",
             "\n".join(map(_as_item, self.findings)),
             "\n".join(aligned([[*(f"| {cell}" for cell in row), "|"] for row in self._table()])),
-            comparison,
+            comparisons.get(part, f"One rank and several part at step {part}."),
             "\n".join(f"- not seen: {limit}" for limit in self.limits),
         ]
         return "\n\n".join(filter(None, lines)) + "\n"
@@ -91,15 +94,15 @@ def step_rows(run: Run) -> list[Row]:
         batches = [record["indices"] for record in backwards]
         indices = sorted(chain(*batches)) if batches and all(batches) else None
         finite = [record for record in backwards if math.isfinite(record.get("loss", math.nan))]
-        losses = [(record["loss"] / (record["factor"] or 1), record["count"] or 1) for record in finite]
-        total = sum(count for _, count in losses)
+        losses = [record["loss"] / (record["factor"] or 1) for record in finite]
+        counts = [record["count"] or 1 for record in finite]
         rows.append(
             {
                 "step": end["step"],
-                "loss": math.fsum(loss * count for loss, count in losses) / total if total else None,
+                "loss": float(np.average(losses, weights=counts)) if losses else None,
                 "grad_norm": math.hypot(*end["norms"]) if end["norms"] else None,
                 "samples": None if indices is None else len(indices),
-                "lr": (end["lr"] or [None])[0],
+                "lr": end["lr"][0],
                 "indices": indices,
             }
         )
@@ -114,8 +117,12 @@ def first_parting(steps: Mapping[int, list[Row]]) -> int | None:
     from lockstep.verification.trajectory import FACTOR, ROUNDING
 
     pairs = list(zip(steps.get(1, []), steps[max(steps)], strict=False))
-    samples = [row["indices"] for row in pairs[0]] if pairs and len(steps) > 1 else [None, None]
-    if samples[0] is None or samples[0] != samples[1]:
+    if (
+        len(steps) == 1
+        or not pairs
+        or pairs[0][0]["indices"] is None
+        or pairs[0][0]["indices"] != pairs[0][1]["indices"]
+    ):
         return None
     for number, (single, several) in enumerate(pairs, 1):
         tolerance = FACTOR * ROUNDING * number  # rounding grows with the steps before

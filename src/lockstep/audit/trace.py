@@ -72,9 +72,7 @@ class Run:
         common_steps = [step for step in records.by("step").values() if len(step.of("step")) == size]
         self.steps = list(takewhile(lambda step: len(step.of("step").by("loader_pass")) == 1, common_steps))
         self.has_one_optimizer = len({step["optimizer"] for step in records.of("step")}) < 2
-        self.is_sharded = any(
-            record.get("is_sharded") or record.get("in_group") for record in records
-        )
+        self.is_sharded = any(record.get("is_sharded") or record.get("in_group") for record in records)
         self.uses_lightning = bool(records.of("lightning"))
 
     def _passes_of_all(self, *, trains: bool) -> list[tuple[Pass, ...]]:

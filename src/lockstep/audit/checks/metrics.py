@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from lockstep.audit.findings import Finding, finding
 from lockstep.audit.trace import Pass, Record, Run
 
@@ -24,9 +26,9 @@ def metric_findings(run: Run) -> Iterator[Finding]:
 
 def _never_joined(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
     """Find ranks that evaluate different samples and make no call that joins the results."""
-    parts = [frozenset(data_pass.indices) for data_pass in passes if data_pass.indices is not None]
+    parts = [frozenset(data_pass.indices or ()) for data_pass in passes]
     size = passes[0].about["size"] or 0
-    is_divided = len(parts) == len(passes) and len(set(parts)) > 1 and all(len(part) < size for part in parts)
+    is_divided = len(set(parts)) > 1 and all(0 < len(part) < size for part in parts)
     calls = [call for data_pass in passes for call in data_pass.records.of("call") if call["name"] not in _DISTRIBUTING]
     # Lightning agrees on decisions and on numbers of batches, in integers.
     joins = [call for call in calls if call["is_float"] is not False or not run.uses_lightning]
@@ -37,21 +39,19 @@ def _never_joined(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
 
 def _means_of_means(passes: Sequence[Pass]) -> Iterator[Finding]:
     """Find a reduction of means over unequal counts, of batches or of the samples of a rank."""
-    evaluated = [data_pass.records.of("eval_loss") for data_pass in passes]
-    counts = [[record["count"] for record in records] for records in evaluated]
+    losses = [[record["loss"] for record in data_pass.records.of("eval_loss")] for data_pass in passes]
+    counts = [[record["count"] for record in data_pass.records.of("eval_loss")] for data_pass in passes]
     if not all(map(all, counts)):
         return
-    totals = [math.fsum(record["loss"] * record["count"] for record in records) for records in evaluated]
-    right = sum(totals) / sum(map(sum, counts))
-    means_of_batches = [math.fsum(record["loss"] for record in records) / len(records) for records in evaluated]
-    means_of_ranks = [total / sum(of_rank) for total, of_rank in zip(totals, counts, strict=True)]
+    means_of_batches = [np.mean(of_rank) for of_rank in losses]
+    means_of_ranks = [np.average(of_rank, weights=weights) for of_rank, weights in zip(losses, counts, strict=True)]
+    right = float(np.average(means_of_ranks, weights=[sum(of_rank) for of_rank in counts]))
     for means in (means_of_batches, means_of_ranks):
-        reported = sum(means) / len(passes)
+        reported = float(np.mean(means))
         calls = [_call_of(data_pass, mean) for data_pass, mean in zip(passes, means, strict=True)]
-        first_call = calls[0]
-        if abs(reported - right) > _SMALL * abs(right) and first_call and None not in calls:
+        if calls[0] and None not in calls and not math.isclose(reported, right, rel_tol=_SMALL):
             evidence = {"reported": reported, "right": right, "counts": counts}
-            yield finding("AUDIT_EVAL_MEAN", first_call["site"], evidence)
+            yield finding("AUDIT_EVAL_MEAN", calls[0]["site"], evidence)
             return
 
 

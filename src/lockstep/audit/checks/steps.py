@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -123,7 +123,7 @@ def rate_findings(single_run: Run, several_run: Run) -> Iterator[Finding]:
     stretch = len(single) / len(several)
     if not schedulers or stretch == 1 or min(tops) <= 0 or any(run.records.of("cut") for run in runs):
         return
-    reference, curve = ([rate / max(rates) for rate in rates] for rates in (single, several))
+    reference, curve = (np.array(rates) / max(rates) for rates in (single, several))
     is_right = _mean_distance(curve, reference, stretch) < 0.05
     is_too_slow = _mean_distance(curve, reference, 1.0) < 0.01 and abs(reference[-1] - curve[-1]) > 0.1
     is_too_fast = _mean_distance(curve, reference, stretch * several_run.size) < 0.01
@@ -133,7 +133,8 @@ def rate_findings(single_run: Run, several_run: Run) -> Iterator[Finding]:
         yield finding("AUDIT_SCHEDULE", schedulers[0]["site"], evidence)
 
 
-def _mean_distance(curve: Sequence[float], reference: Sequence[float], stretch: float) -> float:
+def _mean_distance(curve: np.ndarray, reference: np.ndarray, stretch: float) -> float:
     """Return the mean distance of ``curve[i]`` and ``reference[stretch · i]`` over common positions."""
-    reached = [reference[position] for index in range(len(curve)) if (position := round(index * stretch)) < len(reference)]
-    return sum(abs(value - other) for value, other in zip(curve, reached, strict=False)) / len(reached)
+    positions = np.round(np.arange(len(curve)) * stretch).astype(int)
+    is_common = positions < len(reference)
+    return float(np.abs(curve[is_common] - reference[positions[is_common]]).mean())
