@@ -52,5 +52,5 @@ def test_script(path: Path, run_cli: RunCli, tmp_path: Path) -> None:
 
 def test_scripts_are_of_five_kinds() -> None:
     faulty = [path for path in SCRIPTS if path.read_text(encoding="utf-8").startswith("# expect: ")]
-    assert (len(faulty), len(SCRIPTS) - len(faulty)) == (33, 16)
+    assert (len(faulty), len(SCRIPTS) - len(faulty)) == (33, 21)
     assert {path.stem.split("_")[0] for path in SCRIPTS} == {"ddp", "accelerate", "fabric", "lightning", "hf"}

@@ -28,7 +28,7 @@ class Pass:
 
     Attributes:
         about: the record of its begin, which describes the loader.
-        line: the line that makes the loader, else the one that reads it.
+        line: the line that makes the loader.
         batches: indices of each batch; ``None``: unknown.
         is_whole: whether all batches were read; if their number is unknown, whether the observer has not ended it.
         indices: those of all batches, if they are known and all were read.
@@ -39,7 +39,7 @@ class Pass:
     def __init__(self, records: Records) -> None:
         self.records = records
         self.about = records.of("pass")[0]
-        self.line: str | None = self.about["made"] or self.about["site"]
+        self.line: str | None = self.about["made"]
         self.batches: list[list[int] | None] = [record["indices"] for record in records.of("batch")]
         length = self.about["batches"]
         self.is_whole = not records.of("cut") if length is None else len(self.batches) == length

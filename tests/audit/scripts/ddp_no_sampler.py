@@ -1,4 +1,5 @@
 # expect: AUDIT_NO_SAMPLER
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import model, samples
@@ -13,6 +14,7 @@ loader = DataLoader(dataset, batch_size=4, shuffle=True)  # fault
 net = DistributedDataParallel(model())
 optimizer = SGD(net.parameters(), lr=0.01)
 
+torch.manual_seed(dist.get_rank())
 for inputs, targets in loader:
     optimizer.zero_grad()
     F.mse_loss(net(inputs), targets).backward()

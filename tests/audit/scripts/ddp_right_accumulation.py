@@ -7,9 +7,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 dist.init_process_group("gloo")
-dataset = samples()
+dataset = samples(70)
 sampler = DistributedSampler(dataset)
-loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+loader = DataLoader(dataset, batch_size=4, sampler=sampler, drop_last=True)
 net = DistributedDataParallel(model())
 optimizer = SGD(net.parameters(), lr=0.01)
 

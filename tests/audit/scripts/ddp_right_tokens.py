@@ -8,9 +8,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 dist.init_process_group("gloo")
-dataset = sentences()
+dataset = sentences(63)
 sampler = DistributedSampler(dataset)
-loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+loader = DataLoader(dataset, batch_size=32, sampler=sampler)
 net = DistributedDataParallel(tagger())
 optimizer = SGD(net.parameters(), lr=0.01)
 

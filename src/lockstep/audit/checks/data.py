@@ -35,8 +35,9 @@ def _undivided(run: Run, passes: Sequence[Pass]) -> Finding | None:
     """Find different splits on the ranks, or ranks that all read all samples."""
     first = passes[0]
     evidence = {"size": first.about["size"], "ranks": run.size}
-    if len({data_pass.about["subset"] for data_pass in passes}) > 1 and _is_divided(first):
-        return finding("AUDIT_SPLIT_DIFFERS", first.line, evidence)
+    if _is_divided(first):
+        differ = len({data_pass.about["subset"] for data_pass in passes}) > 1
+        return finding("AUDIT_SPLIT_DIFFERS", first.line, evidence) if differ else None
     if not _is_shared(passes) or not all(_covers_all(data_pass) for data_pass in passes):
         return None
     batches = [data_pass.batches[0] for data_pass in passes]
@@ -52,10 +53,10 @@ def _is_divided(data_pass: Pass) -> bool:
 
 
 def _covers_all(data_pass: Pass) -> bool:
-    """Return whether a loader has all samples of its data set in several batches."""
+    """Return whether a loader has all samples of its data set, but for a batch that it drops."""
     length = len(data_pass.batches[0] or ())
-    size = data_pass.about["size"]
-    return bool(size > length > 0 and data_pass.about["batches"] * length > size - length)
+    number = len(data_pass.indices or ()) or data_pass.about["batches"] * length
+    return bool(number > data_pass.about["size"] - (length if data_pass.about["drops"] else 1))
 
 
 def _uneven(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:

@@ -55,8 +55,9 @@ def _is_recorded(run: Run, step: Records) -> bool:
     return is_even and len({len(gradients) for gradients in sampled}) == 1 and all(b.get("count") for b in backwards)
 
 
+@np.errstate(invalid="ignore", divide="ignore")
 def _ratio(vector: np.ndarray, base: np.ndarray) -> tuple[float, float]:
-    """Return the factor that scales ``base`` to ``vector``, and the relative distance that remains."""
+    """Return the factor that scales ``base`` to ``vector``, and the relative distance that remains; NaN of zeros."""
     factor = float(vector @ base / (base @ base))
     return factor, float(np.linalg.norm(vector - factor * base) / np.linalg.norm(factor * base))
 
@@ -77,8 +78,6 @@ def _denominator(run: Run, step: Records, longest_window: int) -> Iterator[Findi
     is_mean = first["reduction"] == "mean"
     weights = [(count if is_mean else 1) / (factor or 1) for count, factor in zip(counts, factors, strict=True)]
     right = np.array(weights) @ gradients / sum(counts)
-    if not (applied.any() and right.any() and gradients.sum(0).any()):
-        return
     reduction, unexplained = _ratio(applied, gradients.sum(0))
     factor, deviation = _ratio(applied, right)
     if unexplained > _EXPLAINED or any(backward["reduction"] != first["reduction"] for backward in backwards):

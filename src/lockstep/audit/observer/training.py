@@ -21,8 +21,7 @@ from lockstep._compat.torch import BatchNorm, foreach_norm
 from lockstep.arithmetic import ceil_div
 from lockstep.audit.observer.record import Observation, Recorder, script_line
 
-#: Steps that are all recorded in full; after them one of ``EVERY``, and those near the end of a pass.
-FIRST_STEPS = 16
+#: The first steps are all recorded in full; after them one of as many, and those near the end of a pass.
 EVERY = 16
 LAST_BATCHES = 4
 #: Parameters whose gradients are sampled, and entries of each.
@@ -50,7 +49,7 @@ class TrainingObserver:
         self._is_sharded = False
         self._names: dict[int, str] = {}
         recorder.watch(Optimizer, "__init__", self._note_optimizer)
-        recorder.watch(LRScheduler, "__init__", self._note_scheduler)
+        recorder.watch(LRScheduler, "__init__", partial(self._note, "scheduler"))
         recorder.watch(DistributedDataParallel, "__init__", self._note_replica)
         recorder.watch(torch.amp.GradScaler, "scale", partial(self._note_scaler, True))
         recorder.watch(torch.amp.GradScaler, "unscale_", partial(self._note_scaler, False))
@@ -67,7 +66,7 @@ class TrainingObserver:
         done = self.recorder.step - 1
         data_pass = self.recorder.current_pass
         is_near_end = data_pass is not None and data_pass.left is not None and data_pass.left <= LAST_BATCHES
-        return not self._is_sharded and (done < FIRST_STEPS or done % EVERY == 0 or is_near_end)
+        return not self._is_sharded and (done < EVERY or done % EVERY == 0 or is_near_end)
 
     def _note_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Observation:
         yield
@@ -75,9 +74,9 @@ class TrainingObserver:
         self._is_sharded |= any(map(is_shard, _parameters([optimizer])))
         self.recorder.write("optimizer", is_sharded=self._is_sharded)
 
-    def _note_scheduler(self, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Observation:
+    def _note(self, kind: str, *args: Any, **kwargs: Any) -> Observation:
+        self.recorder.write(kind)
         yield
-        self.recorder.write("scheduler")
 
     def _note_replica(self, replica: DistributedDataParallel, *args: Any, **kwargs: Any) -> Observation:
         yield
@@ -124,7 +123,7 @@ class TrainingObserver:
             count=count,
             reduction=reduction,
             loss_line=self._loss_line,
-            graph=loss.grad_fn.name() if loss.grad_fn is not None else None,
+            graph=loss.grad_fn.name() if loss.grad_fn else None,
             dirty=[n for n, optimizer in enumerate(self._optimizers, 1) if any(_gradients([optimizer]))],
         )
         parameters = _sampled(self._optimizers)
