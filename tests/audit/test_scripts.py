@@ -46,6 +46,7 @@ def test_script(path: Path, run_cli: RunCli, tmp_path: Path) -> None:
     ]
     if notes:
         assert sorted({finding["code"] for finding in report["findings"]}) == notes[1].split(), result.out
+    assert not [limit for limit in report["limits"] if "not everything was observed" in limit]
     lines = [number for number, line in enumerate(source.splitlines(), 1) if line.endswith("# fault")]
     assert alarms == ([(expected[1], path, lines[0])] if expected else []), result.out
 

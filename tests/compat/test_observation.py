@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn import Linear
 from torch.utils.data import DataLoader
 
-from lockstep._compat.observation import NEXT_INDEX, RESET, LoaderIterator, MapFetcher, loss_term
+from lockstep._compat.observation import NEXT_INDEX, RESET, LoaderIterator, MapFetcher, is_shard, loss_term
 
 INPUTS = torch.arange(12.0).reshape(4, 3)
 LABELS = torch.tensor([0, 1, -100, 2])
@@ -38,3 +41,17 @@ def test_iterators_of_loaders() -> None:
     assert getattr(iterator, NEXT_INDEX)() == [0, 1]
     assert callable(getattr(LoaderIterator, RESET))
     assert MapFetcher(["a", "b"], True, list, False).fetch([1, 0]) == ["b", "a"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_shards() -> None:
+    assert not any(map(is_shard, Linear(2, 1).parameters()))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for original in (True, False):
+            model = FullyShardedDataParallel(Linear(2, 1), device_id=torch.device("cpu"), use_orig_params=original)
+            assert all(map(is_shard, model.parameters()))
+        assert all(map(is_shard, fully_shard(Linear(2, 1)).parameters()))
+    finally:
+        dist.destroy_process_group()

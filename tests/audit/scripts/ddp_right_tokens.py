@@ -21,4 +21,8 @@ for tokens, labels in loader:
     total = F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
     (total * dist.get_world_size() / count).backward()
     optimizer.step()
+net.eval()
+for tokens, labels in DataLoader(dataset, batch_size=32):
+    with torch.no_grad():
+        loss = F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten())
 dist.destroy_process_group()

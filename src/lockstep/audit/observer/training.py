@@ -102,8 +102,9 @@ class TrainingObserver:
             self._loss_line = script_line() if self.is_full() else self._loss_line
         elif isinstance(value, Tensor) and value.numel() == 1:
             target = args[1] if len(args) > 1 else kwargs["target"]
-            counted = torch.ones_like(target) if target.is_floating_point() else target != kwargs.get("ignore_index")
-            self.recorder.write("eval_loss", loss=value.item(), count=int(counted.sum()))
+            has_classes = not target.is_floating_point()
+            ignored = int((target == kwargs.get("ignore_index", -100)).sum()) if has_classes else 0
+            self.recorder.write("eval_loss", loss=value.item(), count=target.numel() - ignored)
 
     def _note_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Observation:
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
