@@ -117,12 +117,8 @@ def first_parting(steps: Mapping[int, list[Row]]) -> int | None:
     from lockstep.verification.trajectory import FACTOR, ROUNDING
 
     pairs = list(zip(steps.get(1, []), steps[max(steps)], strict=False))
-    if (
-        len(steps) == 1
-        or not pairs
-        or pairs[0][0]["indices"] is None
-        or pairs[0][0]["indices"] != pairs[0][1]["indices"]
-    ):
+    samples = [row["indices"] for row in pairs[0]] if pairs and len(steps) > 1 else [None, None]
+    if samples[0] is None or samples[0] != samples[1]:
         return None
     for number, (single, several) in enumerate(pairs, 1):
         tolerance = FACTOR * ROUNDING * number  # rounding grows with the steps before
