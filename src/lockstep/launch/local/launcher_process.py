@@ -11,6 +11,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Self
@@ -65,10 +66,11 @@ class LauncherProcess:
 def fork_launcher_ahead() -> None:
     """Fork the launcher of the next launch from this process, so that it shares the modules imported by now.
 
-    Only for a process with one thread that has computed nothing with torch, such as the command line's.
+    Only for a process that has computed nothing with torch, such as the command line's. Nothing where it has threads.
     """
-    with held_back():
-        _forked_ahead.append(LauncherProcess.fork())
+    if threading.active_count() == 1:
+        with held_back():
+            _forked_ahead.append(LauncherProcess.fork())
 
 
 def launcher_for(environ: Mapping[str, str]) -> LauncherProcess:
