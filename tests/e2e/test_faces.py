@@ -116,7 +116,42 @@ OTHERS: dict[str, dict[str, str]] = {
 FACES: dict[str, Callable[[Entry, Path], Weights]] = {"session": by_session, "lightning": by_lightning}
 TWO_RANKS = "lightning on two ranks"
 FACES[TWO_RANKS] = partial(by_lightning, devices=("cpu", "cpu"))
-OTHERS[TWO_RANKS] = OTHERS["lightning"]
+OTHERS[TWO_RANKS] = {
+    **OTHERS["lightning"],
+    **dict.fromkeys(
+        [
+            "nn.TransformerEncoder, causal",
+            "LSTM over a PackedSequence",
+            "bidirectional GRU, padded",
+            "tied weights (embedding and output)",
+            "a position table that grows with the input",
+            "loss per token, lines of different lengths",
+            "class weights: Σ weight as the count",
+            "BatchNorm where one sample is left over",
+        ],
+        "Lightning takes the mean of the ranks' means, whose counts differ",
+    ),
+    "InstanceNorm with running statistics beside BatchNorm": "the statistics are those of rank 0",
+    **dict.fromkeys(
+        [
+            "a buffer removed in the first forward pass",
+            "a buffer of int16, and one made by expand()",
+            "steps whose labels are all ignored",
+            "a branch used in some steps only, with weight decay",
+            "a layer that is never used, with weight decay",
+        ],
+        "Lightning or DistributedDataParallel refuses it",
+    ),
+    **dict.fromkeys(
+        [
+            "spectral_norm (parametrization)",
+            "weight_norm (parametrization)",
+            "one open file for training and validation",
+            "an SQLite table",
+        ],
+        "it cannot be pickled",
+    ),
+}
 
 
 def problems(face: str, entries: list[Entry], folder: Path) -> list[str]:
