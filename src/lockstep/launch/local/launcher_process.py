@@ -66,7 +66,7 @@ class LauncherProcess:
 def fork_launcher_ahead() -> None:
     """Fork the launcher of the next launch from this process, so that it shares the modules imported by now.
 
-    Only for a process that has computed nothing with torch, such as the command line's. Nothing where it has threads.
+    For a process that has computed nothing with torch, such as that of a command. A process with threads is not forked.
     """
     if threading.active_count() == 1:
         with held_back():
