@@ -77,6 +77,7 @@ def test_comm_measures_every_operation_and_every_link() -> None:
     assert max(row["bus_gb_s"] for row in report.rows) > 0
 
 
+@pytest.mark.slow
 def test_scaling_compares_devices_and_says_what_is_refused(tmp_path: Path) -> None:
     report = bench_scaling(
         Subject(Staged, TWO),
@@ -171,6 +172,7 @@ def test_a_stop_before_the_ranks_start_and_soon_after(signum: int, delay_s: floa
     assert {row["status"] for row in report.rows} <= ({"ok"} if delay_s else set()), "what was measured until then"
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_measured_nothing_has_failed() -> None:
     fails = {**ONE, "training": {"threads": 1, "batch_size": 1000}, "task": {"fail_at": 1, "fail_rank": 0}}
     report = bench_lr(Subject(Toy, fails), steps=10)
