@@ -59,6 +59,7 @@ class Loop:
         self._resumed = Resumed(joined)
         self._state = self._resumed.state
         self._made = self._resumed.made
+        self._position = self._resumed.position
         self._training: SessionTraining | None = None
         #: The data of the plan, as given and as opened.
         self._task: LoopTask
@@ -160,7 +161,7 @@ class Loop:
                 yield self._state.epoch
                 self._end_epoch(self._row("val"))
         except GeneratorExit:  # a break, or an error: nothing collective may follow here
-            self._left = self._row("val") if self._training and self._training.stage else None
+            self._left = self._row("val") if self._training and self._position.loops else None
             raise
         finally:
             self._in_epochs = False
@@ -189,7 +190,7 @@ class Loop:
         if training is None:
             self._state.epoch += 1
             self._state.position = 0
-            self._resumed.place = 0, 0
+            self._position.move_to(0)
         if training is None or not training.is_cut:
             self._made.end_epoch()
         if training is not None:
@@ -201,15 +202,15 @@ class Loop:
     def _in_loop(self, call: str, number: int) -> Iterator[bool]:
         """Surround the loop over ``call`` with this ``number`` in its epoch; yield whether something of it is left."""
         training = self._training
-        stage = self._resumed.place[0] if training is None else training.stage
         if self._update is not None or (training is not None and training.window is not None):
             raise TaskError(
                 f"a loop over {call}() began inside the body of another one",
                 why="a step belongs to one batch of one loop",
                 fix="make one data set whose samples have both parts, or run the loops one after the other",
             )
-        if number < stage or self._has_ended():
-            if training is not None and number >= stage:
+        is_done = number < self._position.loops
+        if is_done or self._has_ended():
+            if training is not None and not is_done:
                 training.is_cut = True
             yield False
             return
@@ -221,8 +222,7 @@ class Loop:
             if training is not None:
                 training.window = None
                 if not self._has_ended():
-                    training.stage = number + 1
-                    training.update = 0
+                    self._position.move_to(number + 1)
                     self._state.position = 0
             self._draws(self._state.step, _AFTER)
 
@@ -289,8 +289,7 @@ class Loop:
         """Yield the updates of the loop with this ``number`` in its epoch."""
         self._count_steps(number, updates)
         with self._in_loop("updates", number) as is_left:
-            done = self._resumed.place[1] if self._training is None else self._training.update
-            for update in range(done, updates) if is_left else ():
+            for update in range(self._position.updates, updates) if is_left else ():
                 self._update = update, updates
                 self._draws(update, _UPDATE)
                 is_done = False
@@ -311,7 +310,7 @@ class Loop:
             return
         over = update == self._update[1]
         position = update * training.rank.plan.batch.global_batch
-        training.update = update
+        self._position.updates = update
         self._state.position = position
         if self._open_part(training) is not None:
             training.end_window(0.0, position=position, epoch_over=over)

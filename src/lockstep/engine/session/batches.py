@@ -140,7 +140,7 @@ class DataFeed:
         for window in self._windows(epoch, position, epoch + 1):
             training.begin_window(window, self._batch.split)
             if self._record is not None:
-                self._record(window, stage=training.stage)
+                self._record(window, stage=training.position.loops)
             is_done = False
             try:
                 yield from training.micro_batches(window.requests, batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,11 +28,26 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
+@dataclass
+class EpochPosition:
+    """Position of the loop in its epoch: ``loops`` over batches or updates that are done, and ``updates`` of the next.
+
+    The position in a loop over batches is that of :class:`.TrainState`.
+    """
+
+    loops: int = 0
+    updates: int = 0
+
+    def move_to(self, loops: int, updates: int = 0) -> None:
+        self.loops = loops
+        self.updates = updates
+
+
 class Resumed:
     """The checkpoint that a session begins with, if there is one; optimizers are restored from it with the plan.
 
-    Besides models and optimizers a session keeps ``state``, ``registered`` objects, and values ``made`` in the epoch.
-    ``place``: how many loops the epoch has finished, and how many updates the next one.
+    Besides models and optimizers a session keeps ``state``, its ``position``, ``registered`` objects, and values
+    ``made`` in the epoch.
     """
 
     def __init__(self, rank: Reads) -> None:
@@ -40,7 +56,7 @@ class Resumed:
         self._begun = False
         self.snapshot: Snapshot | None = None
         self.state = TrainState()
-        self.place = 0, 0
+        self.position = EpochPosition()
         self.made = Made()
         self.registered: dict[str, Stateful] = {}
 
@@ -66,8 +82,9 @@ class Resumed:
         session = self.snapshot.trainer.get("session", {})
         with restoring(self._source):
             vars(self.state).update(vars(TrainState.from_state_dict(self.snapshot.trainer["state"])))
-        self.place = session.get("stage", 0), session.get("update", 0)
-        self.made.resume(session.get("made", ()), within=bool(self.state.position or any(self.place)))
+        self.position.move_to(session.get("stage", 0), session.get("update", 0))
+        is_within = self.state.position > 0 or self.position != EpochPosition()
+        self.made.resume(session.get("made", ()), within=is_within)
         load_weights(module, self.snapshot.model, self._source)
         for name in self.registered:
             self._load(name)

@@ -50,8 +50,7 @@ class SessionTraining(Training):
 
     Attributes:
         ranks: for calls between ranks that the loop makes.
-        stage: how many loops over batches or updates the epoch has finished.
-        update: how many updates the next of these loops has finished.
+        position: of the loop in its epoch.
         place: of the current micro-batch in its window; -1 outside.
         has_stepped: whether an optimizer was stepped in this window.
         is_cut: whether the run has ended within its epoch, which a resume continues.
@@ -65,6 +64,7 @@ class SessionTraining(Training):
         self.ranks = rank.compared
         self.prepared = prepared
         self._resumed = resumed
+        self.position = resumed.position
         self._beside = beside
         module = prepared.container()
         plan = rank.plan
@@ -99,8 +99,6 @@ class SessionTraining(Training):
         self._around = contextlib.ExitStack()
         self.stream: Any = None
         self.window: Window | None = None
-        self.stage = 0
-        self.update = 0
         self.place = -1
         self._calls = 0
         self._checked = 0
@@ -432,22 +430,22 @@ class SessionTraining(Training):
         is_evaluated = self.state.best_step is None or self.rank.plan.monitor in logged
         judged = logged if is_evaluated and not self.is_cut else None
         metrics = {"train_loss": loss, **logged}
-        self.stage = self.stage if self.is_cut else 0
-        self.update = self.update if self.is_cut else 0
+        if not self.is_cut:
+            self.position.move_to(0)
         self.record_epoch(metrics, ended=not self.is_cut, judged=judged)
 
     @property
     def items(self) -> int:
         """How many items of the first loops of epochs have been used."""
         samples = self.rank.plan.batch.samples
-        return self.state.epoch * samples + (samples if self.stage else self.state.position)
+        return self.state.epoch * samples + (samples if self.position.loops else self.state.position)
 
     # Checkpoints.
 
     def _trainer_state(self) -> dict[str, Any]:
         position = {
-            "stage": self.stage,
-            "update": self.update,
+            "stage": self.position.loops,
+            "update": self.position.updates,
             "made": list(self._resumed.made.values),
             "reshuffles": self.reshuffles,
         }
@@ -462,5 +460,4 @@ class SessionTraining(Training):
         updates = {name: stepper.update for name, stepper in self.steppers.items()}
         session = self._resumed.restore(self.rank, updates, self._module)
         self._saved_at = self.state.step, self.state.epoch
-        self.stage, self.update = self._resumed.place
         self.reshuffles = session.get("reshuffles", False)
