@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 #: The core, from the ground up: a module may import what stands before it, and its own part.
 FLOORS = (
-    *("errors", "arithmetic", "_compat", "events", "strategies", "config"),
+    *("errors", "arithmetic", "_compat", "events", "strategies", "precisions", "config"),
     "hardware",
     "planning",
     "rundir",

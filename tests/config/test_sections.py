@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config import OptimizerConfig, RunConfig, SchedulerConfig, Section, resolve
+from lockstep.config import HardwareConfig, OptimizerConfig, RunConfig, SchedulerConfig, Section, resolve
 from lockstep.errors import ConfigError
+from lockstep.precisions import PRECISIONS
 
 
 def sections(model: type[BaseModel] = RunConfig) -> list[type[BaseModel]]:
@@ -143,3 +144,8 @@ def test_settings_of_one_optimizer_or_schedule_name_it_in_the_schema() -> None:
         named = {name: field["applies_to"] for name, field in properties.items() if "applies_to" in field}
         assert expected.items() <= named.items()
         assert all(set(names) <= set(properties["name"]["enum"]) for names in named.values())
+
+
+def test_every_precision_can_be_chosen() -> None:
+    choices = get_args(HardwareConfig.model_fields["precision"].annotation)
+    assert set(choices) == {"auto", "tf32", *PRECISIONS}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -12,11 +12,12 @@ from lockstep.hardware.detect import Device
 from lockstep.hardware.resolve import Placement, resolve_placement
 from lockstep.hardware.world import World
 from lockstep.lightning.settings import Hardware, hardware_settings
+from lockstep.precisions import PRECISIONS
 
-PRECISIONS = ("32", "16-mixed", "bf16-mixed")
+ALL = tuple(PRECISIONS)
 MACHINE = [
-    Device("cpu", "cpu", "a CPU", 64.0, precisions=PRECISIONS),
-    *(Device(f"gpu:{index}", "gpu", "a GPU", 24.0, precisions=PRECISIONS) for index in range(3)),
+    Device("cpu", "cpu", "a CPU", 64.0, precisions=ALL),
+    *(Device(f"gpu:{index}", "gpu", "a GPU", 24.0, precisions=ALL) for index in range(3)),
 ]
 
 
@@ -87,3 +88,7 @@ def test_what_cannot_be_is_refused() -> None:
     for trainer in ({"strategy": "ddp_fork", "devices": 2}, {"strategy": "fsdp"}, {"accelerator": "tpu"}):
         with pytest.raises(UnsupportedError):
             placed(None, **trainer)
+
+
+def test_every_precision_is_one_of_lightnings_command() -> None:
+    assert get_args(get_type_hints(Hardware)["precision"]) == ALL

@@ -78,7 +78,7 @@ def opened(reopened: Reopened, read: Callable[[Path], Any]) -> Subject:
     precision = Precision(plan.placement["precision"], device, 1.0)
     with restoring(f"the checkpoint of step {snapshot.step}"):
         task._lockstep_context = Context(TrainState.from_state_dict(snapshot.trainer["state"]))
-    model = cast(build_model(task), precision.kind)
+    model = cast(build_model(task), plan.placement["precision"])
     evaluated = task
     if plan.sharded:
         divided = divide(RankContext(request.run, world, request.config, plan, device, collectives), task, model, data)

@@ -25,11 +25,11 @@ from typing import Any
 
 from lockstep.errors import gigabytes
 from lockstep.hardware.nvml import GpuUser, Nvml, NvmlGpu
+from lockstep.precisions import PRECISIONS
 
 ROOT = Path("/")
 TIMEOUT_S = 120.0
 #: In the order in which generations of GPUs introduced them.
-PRECISIONS = ("32", "16-mixed", "bf16-mixed", "bf16-true")
 # Runs in a separate process, so that torch's contexts on GPUs are closed at once.
 _SCRIPT = """
 import json, torch
@@ -50,7 +50,7 @@ class Device:
     Attributes:
         id: ``"cpu"`` or ``"gpu:<index>"`` (torch's ``cuda:<index>``).
         kind: ``"cpu"`` or ``"gpu"``.
-        precisions: supported precisions, of ``32``, ``16-mixed``, ``bf16-mixed`` and ``bf16-true``.
+        precisions: names of supported precisions, of :data:`lockstep.precisions.PRECISIONS`.
         supported: Lockstep can train on this device.
         note: the reason if it is not supported, or another remark for users.
         cores: logical cores of the CPU that this process may use; ``None`` for other devices.
@@ -264,12 +264,11 @@ def _probed(index: int, device: NvmlGpu, build: TorchBuild, nvml: Nvml | None, g
 
 
 def cuda_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the precisions of an NVIDIA GPU at full speed ("Compute Capabilities" in CUDA's guide).
+    """Return the precisions that a GPU has at full speed.
 
-    Half precision has tensor cores since 7.0, bfloat16 since 8.0; torch emulates bfloat16 before that. ROCm GPUs
-    compute in both formats, and torch's capabilities of them are above 8.0.
+    ROCm GPUs compute in all formats, and torch's capabilities of them are above 8.0.
     """
-    return PRECISIONS[: 1 + (capability >= (7, 0)) + 2 * (capability >= (8, 0))]
+    return tuple(spec.name for spec in PRECISIONS.values() if capability >= spec.capability)
 
 
 def _cpu(note: str = "") -> Device:
@@ -281,7 +280,7 @@ def _cpu(note: str = "") -> Device:
         name=cpu_name(),
         memory_gb=gigabytes(total),
         free_gb=gigabytes(free),
-        precisions=PRECISIONS,
+        precisions=tuple(PRECISIONS),
         note=note,
         cores=usable_cores(),
     )

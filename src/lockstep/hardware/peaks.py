@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.precisions import PRECISIONS
+
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
@@ -75,7 +77,7 @@ def peak_flops(name: str, precision: str, *, tf32: bool = False) -> tuple[float 
     peaks = PEAKS.get(name)
     if peaks is None:
         return None, f"no data sheet figure for {name!r}: MFU and roofline are left out"
-    if precision != "32":
+    if PRECISIONS[precision].is_half:
         if precision.startswith("bf16") and not peaks.bf16:
             return None, f"{name} has no bf16 arithmetic"
         return peaks.half * 1e12, f"{peaks.source}: dense, 16 bit with 32-bit accumulation"

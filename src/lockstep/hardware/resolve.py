@@ -13,6 +13,7 @@ from lockstep.errors import ConfigError, DeviceError, PrecisionError, many
 from lockstep.events import Note
 from lockstep.hardware.detect import Device, usable_gpus
 from lockstep.hardware.world import World
+from lockstep.precisions import PRECISIONS
 from lockstep.strategies import StrategySpec, auto_strategy, find_strategy
 
 Accelerator = Literal["gpu", "cpu"]
@@ -276,15 +277,14 @@ def _precision(configured: str, devices: Sequence[Device]) -> tuple[str, str]:
                 why=f"it supports {', '.join(device.precisions)}" + (f"; {device.note}" if device.note else ""),
                 fix=f"use --precision {device.precisions[-1]}, or select another device",
             )
-    return configured.replace("tf32", "32"), {
-        "tf32": "as set: single precision, with products in TF32",
-        "32": "the types of the model: single precision unless it sets another"
-        + (f"; bf16-mixed would be faster on {first.name}" if has_fast_bfloat16 else ""),
-        "16-mixed": "as set: half precision with loss scaling"
-        + ("" if on_gpu else "; slow on a CPU, good for a dry run"),
-        "bf16-mixed": "as set: bfloat16 for safe operations, single precision for the rest",
-        "bf16-true": "as set: bfloat16 for weights, gradients and optimizer too, which halves their memory and rounds",
-    }[configured]
+    if configured == "tf32":
+        return "32", "as set: single precision, with products in TF32"
+    remark = ""
+    if configured == "32" and has_fast_bfloat16:
+        remark = f"; bf16-mixed would be faster on {first.name}"
+    elif configured == "16-mixed" and not on_gpu:
+        remark = "; slow on a CPU, good for a dry run"
+    return configured, PRECISIONS[configured].reason + remark
 
 
 def describe_users(device: Device) -> str:

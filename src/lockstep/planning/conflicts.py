@@ -9,6 +9,7 @@ from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import DRAWS, OWN
 from lockstep.planning.plan import TaskFacts
+from lockstep.precisions import PRECISIONS
 
 
 def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFacts) -> None:
@@ -28,8 +29,8 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
     is_sharded = spec.state == "sharded"
     averaging = f"averaging.name={config.averaging.name}"
     has_averaging = config.averaging.name != "none"
-    bf16 = "precision bf16-true"
-    is_bf16 = placement.precision == "bf16-true"
+    precision = f"precision {placement.precision}"
+    casts_weights = PRECISIONS[placement.precision].weights is not None
     recomputes = training.activation_checkpointing
     offloads_on_cpu = "fsdp" in spec.settings and config.fsdp.cpu_offload and placement.accelerator == "cpu"
     needs_matrices = config.optimizer.name == "adafactor" and facts.optimizer_lr is None
@@ -47,8 +48,8 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
     conflicts = (
         (averaging, strategy, has_averaging and is_staged, "no rank has all of the weights", other_strategy),
         (strategy, "training.activation_checkpointing", spec.scatters and recomputes, copies, ddp_or_fsdp),
-        (bf16, strategy, is_bf16 and is_staged, "its stages are called one by one, with float32", mixed),
-        (bf16, averaging, is_bf16 and has_averaging, small_changes, mixed),
+        (precision, strategy, casts_weights and is_staged, "its stages are called one by one, with float32", mixed),
+        (precision, averaging, casts_weights and has_averaging, small_changes, mixed),
         (strategy, "training.compile", is_staged and training.compile, stages, either),
         (strategy, "training.compile_loss", spec.divides and training.compile_loss, blocks, either),
         (strategy, "fsdp.cpu_offload on the CPU", offloads_on_cpu, memory, either),

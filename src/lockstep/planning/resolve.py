@@ -17,6 +17,7 @@ from lockstep.planning.loader import resolve_loader
 from lockstep.planning.notes import run_notes
 from lockstep.planning.plan import Mode, Plan, ResumePoint, TaskFacts
 from lockstep.planning.schedule import resolve_course
+from lockstep.precisions import PRECISIONS
 from lockstep.strategies import StrategySpec
 
 #: Operations of a step that take one core about 3 ms; passing parts of them to other cores takes as long.
@@ -28,8 +29,6 @@ EXACT_COST = "measured: 0.9 times the time of fast on two CPU ranks, 1.8 to 2.9 
 SHARDED_FROM_BYTES = 500_000_000
 #: DistributedDataParallel's first bucket (torch's ``_DEFAULT_FIRST_BUCKET_BYTES``).
 FIRST_BUCKET_BYTES = 2**20
-#: Precisions whose convolutions take 16-bit numbers.
-HALF = ("16-mixed", "bf16-mixed", "bf16-true")
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def make_plan(
     )
     layout_decisions = _memory_layout(inputs)
     # choose_form counts 32 bits for each parameter.
-    float32_parameters = facts.parameters // 2 if placement.precision == "bf16-true" else facts.parameters
+    float32_parameters = facts.parameters * PRECISIONS[placement.precision].weight_bytes // 4
     decisions = [
         *_placed(placement),
         *_kernels(inputs),
@@ -216,7 +215,11 @@ def _memory_layout(inputs: PlanInputs) -> list[Decision]:
             (inputs.exact, False, "exact mode: as the model has it"),
             (config.training.compile, False, "auto: torch.compile chooses layouts itself"),
             (not inputs.on_gpu, False, "auto: as the model has it on a CPU"),
-            (placement.precision in HALF, True, f"auto: {placement.precision} convolutions on a GPU use tensor cores"),
+            (
+                PRECISIONS[placement.precision].is_half,
+                True,
+                f"auto: {placement.precision} convolutions on a GPU use tensor cores",
+            ),
             (True, False, "auto: as the model has it in 32-bit precision"),
             shown={True: "channels_last", False: "as the model has it"},
         )
@@ -303,7 +306,8 @@ def _reduction(inputs: PlanInputs, *, by_rows: bool) -> list[Decision]:
     placement = inputs.placement
     if not placement.spec.has_buckets or inputs.exact:
         return []
-    joint_bytes = 0 if placement.precision == "bf16-true" or not by_rows else facts.joint_bytes
+    casts_weights = PRECISIONS[placement.precision].weights is not None
+    joint_bytes = 0 if casts_weights or not by_rows else facts.joint_bytes
     return [resolve_reduction(inputs.config.distributed, joint_bytes, on_cpu=not inputs.on_gpu)]
 
 

@@ -11,11 +11,10 @@ import numpy as np
 from lockstep.errors import LockstepError
 from lockstep.planning import Plan
 from lockstep.planning.batch import OWN
+from lockstep.precisions import PRECISIONS
 from lockstep.verification.experiments import Lab, Variant
 from lockstep.verification.trajectory import BUFFER, Floor, Gap, Trajectory, gap_between
 
-#: Half the distance from 1 to the next number; of 32 as TF32, see :func:`rounds_more`.
-EPSILON = {"bf16-mixed": 2.0**-8, "bf16-true": 2.0**-8, "16-mixed": 2.0**-11, "32": 2.0**-11}
 #: A repeated run whose first loss differs by more than this does not differ by rounding in another order.
 UNSEEDED = 1e-4
 
@@ -270,7 +269,7 @@ def rounds_more(plan: Plan) -> bool:
 def is_rounding(gap: Gap, plan: Plan) -> bool:
     """Return whether the first step, which starts from equal weights, differs by the precision's rounding at most."""
     apart = max(gap["loss"][:1].max(initial=0), gap["gradient norm"][:1].max(initial=0))
-    return bool(apart <= 8 * EPSILON[plan.placement["precision"]])
+    return bool(apart <= 8 * PRECISIONS[plan.placement["precision"]].epsilon)
 
 
 def other_draws(draws: tuple[str, ...], plan: Plan) -> Iterator[Cause]:

@@ -11,20 +11,26 @@ from torch import Tensor, nn
 from lockstep._compat.torch import amp_update_scale_
 from lockstep.data.requests import mapped
 from lockstep.engine.trained import bare
+from lockstep.precisions import PRECISIONS
 
 GROWTH_INTERVAL = 2000
-#: The type of a forward pass under autocast.
-TYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+def autocast_type(kind: str) -> torch.dtype | None:
+    """Return the type of a forward pass under autocast; ``None``: there is no autocast."""
+    name = PRECISIONS[kind].autocast
+    return None if name is None else getattr(torch, name)
 
 
 def autocast(kind: str, device: torch.device) -> AbstractContextManager[Any]:
     """Return the context of the forward pass."""
-    return torch.autocast(device.type, TYPES[kind]) if kind in TYPES else nullcontext()
+    dtype = autocast_type(kind)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def cast(model: nn.Module, kind: str) -> nn.Module:
-    """Prepare ``model`` for ``bf16-true``: its weights are bfloat16, its forward casts inputs, returns float32."""
-    if kind == "bf16-true":
+    """Cast the weights, where the precision does; then forward casts its inputs, and returns float32."""
+    if PRECISIONS[kind].weights == "bfloat16":
         inner = bare(model).bfloat16()
         inner.register_forward_pre_hook(
             lambda _, args, kwargs: (_floats(args, torch.bfloat16), _floats(kwargs, torch.bfloat16)), with_kwargs=True
@@ -41,7 +47,7 @@ def _floats(values: Any, dtype: torch.dtype) -> Any:
 
 
 class Precision:
-    """``32``, ``16-mixed``, ``bf16-mixed`` or ``bf16-true`` (with :func:`cast`) on one device.
+    """A precision on one device: its autocast and its loss scale. :func:`cast` is for the weights.
 
     Gradients leave the backward pass multiplied by :meth:`seed`: the plan's power-of-two pre-scale, times
     the dynamic loss scale in fp16 (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). The update
@@ -49,22 +55,19 @@ class Precision:
     """
 
     def __init__(self, kind: str, device: torch.device, pre_scale: float) -> None:
-        self.kind = kind
+        self._kind = kind
+        self.is_full = autocast_type(kind) is None
         self._device = device
         self._pre_scale_value = pre_scale
         self._pre_scale = self._seed = torch.tensor(pre_scale, device=device)
         self._scale: Tensor | None = None
-        if kind == "16-mixed":
+        if PRECISIONS[kind].scales_loss:
             self._scale = torch.tensor(2.0**16, device=device)
             self._good_steps = torch.tensor(0, dtype=torch.int32, device=device)
             self._seed = self._pre_scale * self._scale
 
-    @property
-    def is_full(self) -> bool:
-        return self.kind not in TYPES
-
     def autocast(self) -> AbstractContextManager[Any]:
-        return autocast(self.kind, self._device)
+        return autocast(self._kind, self._device)
 
     def seed(self) -> Tensor:
         """Return the start of ``backward``, shape (): exact, since both factors are powers of two."""

@@ -25,7 +25,7 @@ from lockstep.config import FsdpConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, restored
 from lockstep.engine.distributed.staging import all_reduce
-from lockstep.engine.optim.precision import TYPES, Precision
+from lockstep.engine.optim.precision import Precision, autocast_type
 from lockstep.engine.partition import (
     Divided,
     Through,
@@ -226,7 +226,7 @@ def _policy(module: nn.Module, blocks: Sequence[nn.Module], precision: str) -> M
     """
     parts_of_others = {id(part) for block in blocks if block is not module for part in block.modules()}
     keeps = any(isinstance(part, NormBase) for part in module.modules() if id(part) not in parts_of_others)
-    half = None if keeps else TYPES.get(precision)
+    half = None if keeps else autocast_type(precision)
     return MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=None if half is None else torch.float32, cast_forward_inputs=False
     )

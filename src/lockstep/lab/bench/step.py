@@ -12,10 +12,11 @@ from lockstep.hardware.peaks import peak_flops
 from lockstep.lab.bench.measure import measure_cases, slow_ranks
 from lockstep.lab.bench.report import BenchReport, Say
 from lockstep.lab.bench.trials import Case, Subject, Trials, new_trials
+from lockstep.precisions import PRECISIONS
 from lockstep.strategies import find_strategy
 
-#: In this order; ``tf32`` is precision 32 whose matrix products may use TF32.
-PRECISIONS = ("32", "tf32", "bf16-mixed", "bf16-true", "16-mixed")
+#: Precisions to compare, in this order; ``tf32`` is precision 32 whose matrix products may use TF32.
+FORMATS = ("32", "tf32", *(name for name, spec in PRECISIONS.items() if spec.is_half))
 #: Share of a step from which communication is worth a word.
 MUCH_COMMUNICATION = 0.1
 RARER_MESSAGES = "larger batches or --grad-accum-steps make messages rarer"
@@ -32,15 +33,15 @@ def bench_step(
 ) -> BenchReport:
     """Measure ``steps`` steps of the engine's loop on the chosen devices, after ``warm_up`` further ones.
 
-    ``precisions``: of :data:`PRECISIONS`, default: the configured one. ``compile``: also with torch.compile.
+    ``precisions``: of :data:`FORMATS`, default: the configured one. ``compile``: also with torch.compile.
     """
     base = subject.base
     default = base.placement.precision
     if default == "32" and base.plan.value("matmul_precision") == "high":
         default = "tf32"
     chosen = tuple(precisions or (default,))
-    if unknown := [name for name in chosen if name not in PRECISIONS]:
-        raise UsageError(f"unknown precision: {unknown[0]}", fix=f"choose of {', '.join(PRECISIONS)}")
+    if unknown := [name for name in chosen if name not in FORMATS]:
+        raise UsageError(f"unknown precision: {unknown[0]}", fix=f"choose of {', '.join(FORMATS)}")
     check_steps(steps, warm_up)
     # A whole step must fit into the data set.
     share = max(1, base.plan.task.train_samples // (base.plan.batch.ranks * base.plan.batch.devices_per_rank))
@@ -64,7 +65,7 @@ def bench_step(
         )
     compiled = (False, True) if compile else (base.config.training.compile,)
     with report.kept(), new_trials() as trials:
-        for precision, on in product(sorted(chosen, key=PRECISIONS.index), compiled):
+        for precision, on in product(sorted(chosen, key=FORMATS.index), compiled):
             label = {"batch_size": batch_size, "precision": precision, "compile": on}
             try:
                 case = _case(subject, label, settings)

@@ -71,9 +71,9 @@ def step(
 ) -> int:
     """Show where the time and memory of a training step go."""
     subject, done = _asked("step", settings, task, as_json)
-    from lockstep.lab.bench.step import PRECISIONS, bench_step
+    from lockstep.lab.bench.step import FORMATS, bench_step
 
-    names = PRECISIONS if precisions == "all" else tuple(_names(precisions)) if precisions else None
+    names = FORMATS if precisions == "all" else tuple(_names(precisions)) if precisions else None
     return done(
         bench_step(
             subject,
