@@ -1257,6 +1257,21 @@ def test_a_body_may_freeze_parameters_on_any_ranks(tmp_path: Path, monkeypatch: 
     assert lockstep.Session.launch(freezing, devices="cpu,cpu", save_dir=tmp_path / "two") == pytest.approx(alone)
 
 
+def freezing_on_one_rank() -> None:
+    with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:
+        model, optimizer = prepared(session)
+        for x, y in batches(session):
+            model.bias.requires_grad_(session.rank == 0 or session.step_count < 2)
+            session.backward(squares(model, x, y), len(y))
+            session.step(optimizer)
+
+
+@pytest.mark.slow
+def test_parameters_frozen_on_one_rank_alone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="1 of 2 ranks"):
+        lockstep.Session.launch(freezing_on_one_rank, devices="cpu,cpu", save_dir=tmp_path / "two")
+
+
 def routed() -> list[float]:
     """A rare expert, which most ranks' shares of a batch do not reach; its gradient is a mean over the whole batch."""
     with lockstep.Session(QUIET, global_batch_size=8, seed=0) as session:

@@ -28,7 +28,6 @@ from lockstep.engine.state import EndedBy, RunResult, TrainState, judge
 from lockstep.engine.strategies.reducers import Flags
 from lockstep.errors import ConfigError, NonFiniteError, many
 from lockstep.events import EpochEnded, Evaluated, Note, RunEnded, RunStarted, StepLogged
-from lockstep.precisions import PRECISIONS
 from lockstep.rundir.files import JsonLines, read_jsonl
 from lockstep.rundir.heartbeat import Activity, pulse
 from lockstep.telemetry.console import duration
@@ -130,7 +129,6 @@ class RunLog:
         self._evaluation: dict[str, float] = {}
         self._rank = rank
         self._peak_share = peak_share
-        self._scales_loss = PRECISIONS[rank.plan.placement["precision"]].scales_loss
         self._ends_at_total = ends_at_total
         self._patience = rank.config.training.early_stopping_patience
         self._policy = SavePolicy(checkpoint.every_steps, checkpoint.every_s, step=state.step)
@@ -290,7 +288,7 @@ class RunLog:
     def _warn_of_skipped(self, skipped: int) -> None:
         """Warn of skipped steps; those of a scaled loss are expected until its scale fits."""
         new = skipped - self.state.skipped_steps
-        if new and not self._scales_loss:
+        if new and not self._rank.plan.number_format.scales_loss:
             text = f"{many(new, 'step')} skipped without a finite gradient: the loss, or an input, is NaN or infinite."
             self.note_once("steps_skipped", f"{text} --set debug.detect_anomaly=true finds the operator.")
 
@@ -308,7 +306,7 @@ class RunLog:
                 f"{share:.0%} of the last {steps} steps had no finite gradient and were skipped",
                 why="the loss or its gradient is NaN or infinite",
                 fix="lower the learning rate, "
-                + ("use bf16-mixed or 32, " if self._scales_loss else "")
+                + ("use bf16-mixed or 32, " if self._rank.plan.number_format.scales_loss else "")
                 + "or find the operator with --set debug.detect_anomaly=true",
             )
 

@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError, DeviceError, PrecisionError, many
 from lockstep.events import Note
 from lockstep.hardware.detect import Device, usable_gpus
 from lockstep.hardware.world import World
-from lockstep.precisions import PRECISIONS
+from lockstep.precisions import PRECISIONS, PrecisionSpec
 from lockstep.strategies import StrategySpec, auto_strategy, find_strategy
 
 Accelerator = Literal["gpu", "cpu"]
@@ -54,6 +54,10 @@ class Placement:
     @property
     def spec(self) -> StrategySpec:
         return find_strategy(self.strategy)
+
+    @property
+    def number_format(self) -> PrecisionSpec:
+        return PRECISIONS[self.precision]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, the content of ``placement.json``."""

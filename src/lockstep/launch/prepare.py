@@ -23,7 +23,6 @@ from lockstep.hardware.resolve import divide_if_needed
 from lockstep.launch.process.environment import NAMED_THREADS
 from lockstep.planning import Plan, ResumePoint, TaskFacts, make_plan
 from lockstep.planning.resolve import moments_of
-from lockstep.precisions import PRECISIONS
 from lockstep.tasks.registry import (
     RESERVED,
     check_methods,
@@ -143,7 +142,7 @@ def plan_for(
         datasets = open_datasets(task, config)
     if runner.can_divide and _may_divide(config, placement):
         # Of each parameter: itself, its gradient and the optimizer's moments, all in one format.
-        each = PRECISIONS[placement.precision].weight_bytes * (2 + moments_of(config.optimizer))
+        each = placement.number_format.weight_bytes * (2 + moments_of(config.optimizer))
         placement = divide_if_needed(placement, facts.parameters * each, devices or detect_devices())
     cores = usable_cores()
     preset = _preset_threads(placement, cores)

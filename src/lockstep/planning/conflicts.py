@@ -9,7 +9,6 @@ from lockstep.errors import ConfigError, UnsupportedError
 from lockstep.hardware.resolve import Placement
 from lockstep.planning.batch import DRAWS, OWN
 from lockstep.planning.plan import TaskFacts
-from lockstep.precisions import PRECISIONS
 
 
 def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFacts) -> None:
@@ -30,7 +29,7 @@ def refuse_contradictions(config: RunConfig, placement: Placement, facts: TaskFa
     averaging = f"averaging.name={config.averaging.name}"
     has_averaging = config.averaging.name != "none"
     precision = f"precision {placement.precision}"
-    casts_weights = PRECISIONS[placement.precision].weights is not None
+    casts_weights = placement.number_format.weights is not None
     recomputes = training.activation_checkpointing
     offloads_on_cpu = "fsdp" in spec.settings and config.fsdp.cpu_offload and placement.accelerator == "cpu"
     needs_matrices = config.optimizer.name == "adafactor" and facts.optimizer_lr is None

@@ -11,6 +11,7 @@ from lockstep.events import Note
 from lockstep.planning.batch import BatchPlan, OrderPlan, SamplingFacts
 from lockstep.planning.decision import Decision, Frozen
 from lockstep.planning.schedule import Schedule
+from lockstep.precisions import PRECISIONS, PrecisionSpec
 from lockstep.strategies import StrategySpec, find_strategy
 
 #: ``min`` if the lowest value of a metric is the best, ``max`` if the highest is.
@@ -197,6 +198,10 @@ class Plan(Frozen):
     @property
     def strategy(self) -> StrategySpec:
         return find_strategy(self.placement["strategy"])
+
+    @property
+    def number_format(self) -> PrecisionSpec:
+        return PRECISIONS[self.placement["precision"]]
 
     @property
     def sharded(self) -> bool:

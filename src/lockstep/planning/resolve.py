@@ -17,7 +17,6 @@ from lockstep.planning.loader import resolve_loader
 from lockstep.planning.notes import run_notes
 from lockstep.planning.plan import Mode, Plan, ResumePoint, TaskFacts
 from lockstep.planning.schedule import resolve_course
-from lockstep.precisions import PRECISIONS
 from lockstep.strategies import StrategySpec
 
 #: Operations of a step that take one core about 3 ms; passing parts of them to other cores takes as long.
@@ -110,7 +109,7 @@ def make_plan(
     )
     layout_decisions = _memory_layout(inputs)
     # choose_form counts 32 bits for each parameter.
-    float32_parameters = facts.parameters * PRECISIONS[placement.precision].weight_bytes // 4
+    float32_parameters = facts.parameters * placement.number_format.weight_bytes // 4
     decisions = [
         *_placed(placement),
         *_kernels(inputs),
@@ -216,7 +215,7 @@ def _memory_layout(inputs: PlanInputs) -> list[Decision]:
             (config.training.compile, False, "auto: torch.compile chooses layouts itself"),
             (not inputs.on_gpu, False, "auto: as the model has it on a CPU"),
             (
-                PRECISIONS[placement.precision].is_half,
+                placement.number_format.is_half,
                 True,
                 f"auto: {placement.precision} convolutions on a GPU use tensor cores",
             ),
@@ -306,7 +305,7 @@ def _reduction(inputs: PlanInputs, *, by_rows: bool) -> list[Decision]:
     placement = inputs.placement
     if not placement.spec.has_buckets or inputs.exact:
         return []
-    casts_weights = PRECISIONS[placement.precision].weights is not None
+    casts_weights = placement.number_format.weights is not None
     joint_bytes = 0 if casts_weights or not by_rows else facts.joint_bytes
     return [resolve_reduction(inputs.config.distributed, joint_bytes, on_cpu=not inputs.on_gpu)]
 

@@ -11,7 +11,6 @@ import numpy as np
 from lockstep.errors import LockstepError
 from lockstep.planning import Plan
 from lockstep.planning.batch import OWN
-from lockstep.precisions import PRECISIONS
 from lockstep.verification.experiments import Lab, Variant
 from lockstep.verification.trajectory import BUFFER, Floor, Gap, Trajectory, gap_between
 
@@ -263,13 +262,13 @@ def experiments(lab: Lab, quiet: tuple[str, ...], floor: Floor) -> Iterator[Caus
 
 def rounds_more(plan: Plan) -> bool:
     """Return whether the run computes in less than float32."""
-    return str(plan.placement["precision"]) != "32" or plan.value("matmul_precision") == "high"
+    return plan.number_format.is_half or plan.value("matmul_precision") == "high"
 
 
 def is_rounding(gap: Gap, plan: Plan) -> bool:
     """Return whether the first step, which starts from equal weights, differs by the precision's rounding at most."""
     apart = max(gap["loss"][:1].max(initial=0), gap["gradient norm"][:1].max(initial=0))
-    return bool(apart <= 8 * PRECISIONS[plan.placement["precision"]].epsilon)
+    return bool(apart <= 8 * plan.number_format.epsilon)
 
 
 def other_draws(draws: tuple[str, ...], plan: Plan) -> Iterator[Cause]:

@@ -20,7 +20,16 @@ from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.session.prepared import PreparedModels, parameters_of
 from lockstep.engine.strategies.exact import LaneSums
-from lockstep.engine.strategies.reducers import BUCKET_BYTES, Alone, Flags, GradientBuckets, Reduced, Reducer, step_sums
+from lockstep.engine.strategies.reducers import (
+    BUCKET_BYTES,
+    Alone,
+    Flags,
+    GradientBuckets,
+    Reduced,
+    Reducer,
+    announce_change,
+    step_sums,
+)
 from lockstep.engine.trained import TrainedParameters
 from lockstep.errors import TaskError, UnsupportedError
 
@@ -113,6 +122,8 @@ class SessionOptimizer:
         self.held: Reduced | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._buckets: GradientBuckets | None = None
+        #: Whether the buckets are of parameters that are not all trained now, or not the only ones.
+        self._buckets_are_stale = False
         self._lanes: LaneSums | None = None
         self._has_reduced = False
         self._applies = False
@@ -120,6 +131,8 @@ class SessionOptimizer:
         self._scheduled: int | None = None
         self._unguard = guard_step(optimizer, self._refuse_own_step)
         self._follow()
+        if group is not None:
+            self._make_buckets(group)
 
     def _refuse_own_step(self, *_: Any) -> None:
         if not self._applies:
@@ -131,19 +144,33 @@ class SessionOptimizer:
 
     def _follow(self) -> None:
         """Sum the gradients of the parameters that are trained now."""
-        self._unhook()
         self._trainable.follow()
         self._trained = self._trainable.trained
         if self._rank.plan.reproducibility == "exact":
             self._lanes = LaneSums(self._trained, None, self._device, self._rank.world)
-        if self._group is not None:
-            cap = self._rank.config.distributed.bucket_cap_mb
-            cap_bytes = 0 if self._rank.plan.one_message else int(cap * 2**20) if cap else BUCKET_BYTES
-            self._reducer = self._buckets = GradientBuckets(
-                self._trained, self._device, self._group, cap_bytes=cap_bytes
-            )
-            if self._buckets.overlaps:
-                self._hooks = [p.register_post_accumulate_grad_hook(self._buckets.ready) for p in self._trained]
+        if self._buckets is not None:
+            self._buckets_are_stale = [*map(id, self._trained)] != [*map(id, self._buckets.parameters)]
+
+    def _make_buckets(self, group: dist.ProcessGroup) -> None:
+        """Reduce the parameters that are trained now."""
+        self._unhook()
+        cap = self._rank.config.distributed.bucket_cap_mb
+        cap_bytes = 0 if self._rank.plan.one_message else int(cap * 2**20) if cap else BUCKET_BYTES
+        self._reducer = self._buckets = GradientBuckets(self._trained, self._device, group, cap_bytes=cap_bytes)
+        self._buckets_are_stale = False
+        if self._buckets.overlaps:
+            self._hooks = [p.register_post_accumulate_grad_hook(self._buckets.ready) for p in self._trained]
+
+    def _renew_buckets(self, buckets: GradientBuckets) -> None:
+        """Reduce the parameters that are trained now, if those of all ranks are. Collective."""
+        gradients = [parameter.grad for parameter in buckets.parameters]
+        for parameter in buckets.parameters:
+            parameter.grad = None
+        announce_change(buckets)
+        for parameter, gradient in zip(buckets.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        assert self._group is not None
+        self._make_buckets(self._group)
 
     def _gradients(self) -> _Gradients:
         """Return the gradients, and the number of writes to each."""
@@ -194,7 +221,7 @@ class SessionOptimizer:
         self._newest = call
         if self._buckets is not None:
             self._buckets.discard()  # another call follows after all: the sum is made again
-            if last and call == self._last:
+            if last and call == self._last and not self._buckets_are_stale:
                 self._buckets.arm()
 
     def after_backward(
@@ -337,6 +364,8 @@ class SessionOptimizer:
             self._has_reduced = True
             self.end_micro_batch(request)
             return self._lanes.reduced(step, flags)
+        if self._buckets is not None and self._buckets_are_stale:
+            self._renew_buckets(self._buckets)
         buckets = self._buckets
         if buckets is None or not buckets.is_launched:
             self._add_calls(flags)

@@ -21,7 +21,6 @@ from lockstep.lab.forecast.roofline import modelled_step
 from lockstep.lab.forecast.scaling import Setting, Step, buckets, with_error_bars
 from lockstep.launch.prepare import RunInputs
 from lockstep.planning.resolve import resolve_reduction
-from lockstep.precisions import PRECISIONS
 from lockstep.strategies import auto_strategy, find_strategy
 from lockstep.telemetry.console import duration
 
@@ -227,7 +226,7 @@ def _setting(cluster: Cluster, counting: Counting, wish: Wish) -> tuple[Setting,
     if base.config.fsdp.cpu_offload:
         notes.append("fsdp.cpu_offload: the transfer to host memory and back takes time that is not included")
     # As lockstep.engine.strategies.fsdp gathers them; gradients are summed in single precision.
-    shrink = 0.5 if PRECISIONS[base.placement.precision].is_half else 1.0
+    shrink = 0.5 if base.placement.number_format.is_half else 1.0
     return replace(setting, strategy=chosen, shrink=shrink), notes
 
 
