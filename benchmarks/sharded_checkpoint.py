@@ -30,9 +30,11 @@ from lockstep.config import RunConfig
 from lockstep.engine.distributed.collectives import Collectives
 from lockstep.engine.distributed.dtensor_state import gathered, own_part
 from lockstep.engine.partition import Undivided
+from lockstep.engine.rank_context import RankContext
 from lockstep.engine.strategies.fsdp import ShardedModel
 from lockstep.lab.bench.measure import peak_memory, reset_peak_memory
 from lockstep.lab.bench.trials import TIMEOUT_S, TrialRank, new_trials
+from lockstep.rundir.folder import RunDir
 
 RANKS, LAYERS = 2, 8
 WIDTHS = (512, 1024, 2048, 3072)
@@ -48,7 +50,8 @@ def in_turns(rank: TrialRank, rounds: int, folder: Path) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
         plan: Any = SimpleNamespace(placement={"precision": "32"})
-        ShardedModel(Undivided(Task(), model, RunConfig(), plan, Datasets(None), CPU, rank.world, collectives))
+        context = RankContext(RunDir(folder), rank.world, RunConfig(), plan, CPU, collectives)
+        ShardedModel(Undivided(Task(), model, Datasets(None), context))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -188,3 +188,23 @@ def test_evaluate_takes_one_device_of_a_run_on_all() -> None:
     config = resolve({"hardware": {"selected_devices": ["all"]}})
     assert evaluation._config_on(config, None, "auto").hardware.selected_devices is None
     assert evaluation._config_on(config, "all", "auto").hardware.selected_devices == ("all",)
+
+
+class CountingThreads(Toy):
+    def predict(self, model: Any, batch: Any) -> Any:
+        return {"threads": torch.full((len(batch[0]),), torch.get_num_threads())}
+
+
+def test_predictions_use_one_thread_on_one_device_and_give_the_callers_back(tmp_path: Path) -> None:
+    """Sums depend on the number of threads, and ranks have one."""
+    run = lockstep.train(CountingThreads(), devices="cpu", max_steps=1, save_dir=tmp_path / "run")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        predict(RunDir(run.run_dir), "val", tmp_path / "out.jsonl", task=CountingThreads)
+        after = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {row["threads"] for row in rows} == {1}
+    assert after == 3

@@ -39,8 +39,7 @@ def compute(function: Compute, evaluation: Evaluation, task: Task) -> dict[str, 
     plan = evaluation.plan
     ranks = int(plan.placement["world_size"])
     if ranks == 1:
-        with group(World(), config, plan.placement, evaluation.run.logs) as team:
-            return function(reopen(evaluation, task, team.world, team.collectives))
+        return _compute_as(World(), function, evaluation, task, evaluation.run.logs)
     runner_of(task).check_evaluation(plan.placement["devices"])
     with TemporaryDirectory(prefix="lockstep-evaluate-") as path:
         folder = RunDir.create(Path(path, "ranks"), config, run_id=evaluation.run.read().id, command=sys.argv)
@@ -57,14 +56,15 @@ def compute(function: Compute, evaluation: Evaluation, task: Task) -> dict[str, 
 
 
 def _on_rank(rank: Rank, function: Compute, evaluation: Evaluation, make_task: Callable[[], Task]) -> dict[str, Any]:
-    """Evaluate as one of the ranks; the result is the same on all of them."""
-    config = evaluation.config
+    return _compute_as(rank.world, function, evaluation, make_task(), rank.folder.logs)
+
+
+def _compute_as(world: World, function: Compute, evaluation: Evaluation, task: Task, logs: Path) -> dict[str, Any]:
+    """Call ``function`` as the rank that ``world`` says."""
     plan = evaluation.plan
-    world = rank.world
-    task = make_task()
     device = rank_device(tuple(plan.placement["devices"]), world)
     with (
-        group(world, config, plan.placement, rank.folder.logs) as team,
+        group(world, evaluation.config, plan.placement, logs) as team,
         runtime(plan, device, detect_anomaly=False, ranks=world.size),
     ):
         return function(reopen(evaluation, task, world, team.collectives))
