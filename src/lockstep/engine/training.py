@@ -104,8 +104,8 @@ class Training:
             return
         self._saved_at = position
         self.passes.buffers.check()
-        for update in self._updates if self._compares else ():
-            check_agreement(self._module, update.optimizer, rank.collectives)
+        if self._compares:
+            check_agreement(self._module, [update.optimizer for update in self._updates], rank.collectives)
         self.log.saved()
         if rank.writer is None and not self._divides:
             return

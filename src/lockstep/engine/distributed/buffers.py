@@ -6,7 +6,7 @@ And whether ranks that should have the same weights have them, bit for bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -374,17 +374,20 @@ def check_start(model: nn.Module, collectives: Collectives, *, exact: bool) -> s
     return f"The ranks began with different weights ({difference}); all of them take those of rank 0."
 
 
-def check_agreement(model: nn.Module, optimizer: Optimizer, collectives: Collectives) -> None:
-    """Compare the weights and the optimizer's state of all ranks; an error on every rank if they differ. Collective."""
+def check_agreement(model: nn.Module, optimizers: Sequence[Optimizer], collectives: Collectives) -> None:
+    """Compare weights and the optimizers' state of all ranks; an error on every rank if they differ. Collective."""
     if collectives.size == 1:
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    moments = {
-        f"the optimizer's {name} of parameter {number}": value
-        for number, parameter in enumerate(parameters)
-        for name, value in optimizer.state.get(parameter, {}).items()
-        if is_dense(value)
-    }
+    moments = dict[str, Tensor]()
+    for place, optimizer in enumerate(optimizers, 1):
+        owner = "the optimizer" if len(optimizers) == 1 else f"optimizer {place}"
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        moments |= {
+            f"{owner}'s {name} of parameter {number}": value
+            for number, parameter in enumerate(parameters)
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if is_dense(value)
+        }
     difference = first_difference({**weights_of(model), **moments}, collectives)
     if difference is not None:
         raise RanksDifferError(
