@@ -23,7 +23,7 @@ from lockstep.errors import LockstepError
 from lockstep.events import Event, Fanout
 from lockstep.hardware.world import World
 from lockstep.launch.prepare import placement_of, plan_for, settle
-from lockstep.launch.run_claim import changed_config, create_folder, keep_config
+from lockstep.launch.run_claim import changed_config, create_folder
 from lockstep.rundir.folder import RunDir
 from lockstep.telemetry.sinks import RunFolderSink
 from tests.fakes import RecordingSink
@@ -61,7 +61,7 @@ def attempt(
         raise given[0]
     config, plan, number = given[0]
     run, heard = RunDir(folder), RecordingSink()
-    sink = Fanout([RunFolderSink(run), heard]) if rank == 0 else Fanout()
+    sink = Fanout([RunFolderSink(run, config), heard]) if rank == 0 else Fanout()
     attempt = Attempt(
         run_dir=run, world=world, config=config, plan=plan, number=number, sink=sink, stop_signal=lambda: None
     )
@@ -80,7 +80,7 @@ def _prepared(task: type[Task], folder: Path, world: World, sections: Mapping[st
         config, point = changed_config(run, mine), resume_point(run, hold=True, report=print)
     prepared = plan_for(built, config, placement_of(config, World()), open_data(built, config), point)
     if resume:
-        keep_config(run, config)
+        run.keep_config(config)
     else:
         create_folder(config)
     number = run.begin_attempt(prepared.plan.as_dict(), prepared.placement.as_dict(), point.step if point else 0)

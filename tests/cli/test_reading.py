@@ -34,7 +34,7 @@ def make_run(path: Path, run_id: str, *, status: str = "completed", error: str |
     config = resolve({"name": "a name", "training": {"epochs": 2}})
     run = RunDir.create(path, config, run_id=run_id, command=["lockstep", "train", "har"])
     attempt = run.begin_attempt(PLAN, PLACEMENT)
-    sink = RunFolderSink(run)
+    sink = RunFolderSink(run, run.config())
     sink.emit(RunStarted(run.path, attempt, 0, 20, PLAN))
     sink.emit(StepLogged(attempt, 10, 1, 320, 0.5, 1e-3, 1.0, 100.0, 0.0, 0))
     sink.emit(EpochEnded(attempt, 1, 10, {"epoch": 1, "train_loss": 0.5, "val_accuracy": 0.75}, True))

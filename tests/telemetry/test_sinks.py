@@ -85,9 +85,13 @@ def send(sink: Sink, *events: Event) -> None:
     sink.close()
 
 
+def folder_sink(run: RunDir) -> RunFolderSink:
+    return RunFolderSink(run, run.config())
+
+
 def test_a_whole_run(run: RunDir) -> None:
     start = started(run)
-    send(RunFolderSink(run), start, logged(1, 5), *(ended_epoch(1, n, improved=n < 3) for n in (1, 2, 3)), ended())
+    send(folder_sink(run), start, logged(1, 5), *(ended_epoch(1, n, improved=n < 3) for n in (1, 2, 3)), ended())
     record = run.read()
     assert (record.status, record.best_epoch, record.best_metric) == ("completed", 2, {"val_accuracy": 0.7})
     assert record.final_metrics == {"val_loss": 0.7, "test_loss": 0.8, "test_accuracy": 0.75}
@@ -97,7 +101,7 @@ def test_a_whole_run(run: RunDir) -> None:
 
 
 def test_the_best_so_far_is_known_during_the_run(run: RunDir) -> None:
-    sink = RunFolderSink(run)
+    sink = folder_sink(run)
     for event in (started(run), ended_epoch(1, 1), ended_epoch(1, 2, improved=False)):
         sink.emit(event)
     record = run.read()
@@ -108,7 +112,7 @@ def test_the_best_so_far_is_known_during_the_run(run: RunDir) -> None:
 
 def test_evaluations_between_epochs_are_rows_and_may_be_the_best(run: RunDir) -> None:
     between = [Evaluated(1, 1, 5, {"val_loss": 1.5}, True), Evaluated(1, 2, 15, {"val_loss": 1.75}, False)]
-    sink = RunFolderSink(run)
+    sink = folder_sink(run)
     for event in (started(run), between[0], ended_epoch(1, 1, improved=False), between[1]):
         sink.emit(event)
     assert run.evaluations() == [
@@ -116,13 +120,13 @@ def test_evaluations_between_epochs_are_rows_and_may_be_the_best(run: RunDir) ->
         {"attempt": 1, "step": 15, "epoch": 2, "improved": False, "val_loss": 1.75},
     ]
     assert (run.read().best_epoch, run.read().best_metric) == (1, {"val_loss": 1.5})
-    send(RunFolderSink(run), started(run, step=10), Evaluated(2, 2, 15, {"val_loss": 1.25}, True))
+    send(folder_sink(run), started(run, step=10), Evaluated(2, 2, 15, {"val_loss": 1.25}, True))
     assert [(row["attempt"], row["step"], row["val_loss"]) for row in run.evaluations()] == [(1, 5, 1.5), (2, 15, 1.25)]
     assert run.read().best_metric == {"val_loss": 1.25}
 
 
 def test_a_step_row_has_the_keys_of_the_design(run: RunDir) -> None:
-    send(RunFolderSink(run), started(run), logged(1, 5, scalars={"entropy": 0.3}))
+    send(folder_sink(run), started(run), logged(1, 5, scalars={"entropy": 0.3}))
     (row,) = run.steps()
     assert set(row) == {
         "attempt", "step", "epoch", "samples_seen", "loss", "lr", "grad_norm", "samples_per_s", "data_wait_share",
@@ -134,7 +138,7 @@ def test_a_step_row_has_the_keys_of_the_design(run: RunDir) -> None:
 def test_numbers_that_are_not_finite_stay_valid_json(run: RunDir) -> None:
     start = started(run)
     send(
-        RunFolderSink(run), start, logged(1, 5, loss=math.nan, grad_norm=math.inf), ended_epoch(1, 1, loss=math.nan),
+        folder_sink(run), start, logged(1, 5, loss=math.nan, grad_norm=math.inf), ended_epoch(1, 1, loss=math.nan),
         ended(best_metric={"val_loss": math.nan}),
     )  # fmt: skip
 
@@ -148,16 +152,16 @@ def test_numbers_that_are_not_finite_stay_valid_json(run: RunDir) -> None:
 
 
 def test_a_resumed_run_keeps_the_rows_that_still_count(run: RunDir) -> None:
-    send(RunFolderSink(run), started(run), *(ended_epoch(1, n) for n in (1, 2, 3)))
-    send(RunFolderSink(run), started(run, step=20), ended_epoch(2, 3), ended())
+    send(folder_sink(run), started(run), *(ended_epoch(1, n) for n in (1, 2, 3)))
+    send(folder_sink(run), started(run, step=20), ended_epoch(2, 3), ended())
     assert [(row["epoch"], row["attempt"]) for row in run.epochs()] == [(1, 1), (2, 1), (3, 2)]
 
 
 def test_a_resumed_run_is_running_again(run: RunDir) -> None:
-    send(RunFolderSink(run), started(run), ended_epoch(1, 1), ended("failed", error="rank 1: boom"))
+    send(folder_sink(run), started(run), ended_epoch(1, 1), ended("failed", error="rank 1: boom"))
     before = run.read()
     assert (before.status, before.error) == ("failed", "rank 1: boom")
-    RunFolderSink(run).emit(started(run, step=10))
+    folder_sink(run).emit(started(run, step=10))
     record = run.read()
     assert (record.status, record.error, record.completed_at) == ("running", None, None)
     assert record.started_at == before.started_at
@@ -165,8 +169,8 @@ def test_a_resumed_run_is_running_again(run: RunDir) -> None:
 
 
 def test_training_results_in_its_own_form(run: RunDir) -> None:
-    send(RunFolderSink(run), started(run), *(ended_epoch(1, n) for n in (1, 2)))
-    send(RunFolderSink(run), started(run, step=20), ended_epoch(2, 3), ended(duration_s=20.0))
+    send(folder_sink(run), started(run), *(ended_epoch(1, n) for n in (1, 2)))
+    send(folder_sink(run), started(run, step=20), ended_epoch(2, 3), ended(duration_s=20.0))
     results = json.loads((run.path / "training_results.json").read_text())
     assert results["best_epoch"] == 2
     assert results["best_val_acc"] == pytest.approx(0.7)
@@ -178,7 +182,8 @@ def test_training_results_in_its_own_form(run: RunDir) -> None:
 
 
 def test_a_configuration_that_is_damaged_meanwhile_does_not_take_the_end(run: RunDir) -> None:
-    sink, config = RunFolderSink(run), run.config()
+    sink = folder_sink(run)
+    config = run.config()
     sink.emit(started(run))
     run.config_file.write_text("not: [a configuration")
     send(sink, ended_epoch(1, 1), ended())
@@ -188,7 +193,7 @@ def test_a_configuration_that_is_damaged_meanwhile_does_not_take_the_end(run: Ru
 
 
 def test_a_run_without_validation_has_no_best(run: RunDir) -> None:
-    send(RunFolderSink(run), started(run), ended(best_epoch=None, best_metric={}, final_metrics={"train_loss": 0.1}))
+    send(folder_sink(run), started(run), ended(best_epoch=None, best_metric={}, final_metrics={"train_loss": 0.1}))
     results = json.loads((run.path / "training_results.json").read_text())
     assert results["best_epoch"] is None
     assert not [key for key in results if key.startswith(("best_val", "test_"))]
@@ -196,7 +201,7 @@ def test_a_run_without_validation_has_no_best(run: RunDir) -> None:
 
 
 def test_a_folder_that_is_gone_stops_the_run(run: RunDir, tmp_path: Path) -> None:
-    fanout = Fanout(essential=[RunFolderSink(run)])
+    fanout = Fanout(essential=[folder_sink(run)])
     fanout.emit(started(run))
     run.path.rename(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="is missing"):
@@ -236,22 +241,22 @@ def test_tensorboard_of_a_resumed_run_hides_what_is_superseded(run: RunDir) -> N
 def test_pictures_of_epochs_that_are_run_again_are_not_the_newest(run: RunDir) -> None:
     pixels = np.zeros((2, 3), dtype=np.uint8)
     drawn = [PictureDrawn(1, epoch, epoch * 10, "drawn", pixels) for epoch in (1, 2, 3)]
-    send(RunFolderSink(run), started(run), *(ended_epoch(1, epoch) for epoch in (1, 2)), *drawn)
-    send(RunFolderSink(run), started(run, step=10))
+    send(folder_sink(run), started(run), *(ended_epoch(1, epoch) for epoch in (1, 2)), *drawn)
+    send(folder_sink(run), started(run, step=10))
     assert sorted(file.name for file in run.pictures.iterdir()) == ["drawn-epoch-0001.png", "drawn-epoch-0002.png"]
 
 
 def test_remarks_of_an_attempt_that_was_superseded_go_and_a_recording_is_kept_once(run: RunDir) -> None:
     sound = Sound("heard", np.array([0.0, 1.0, -2.0], np.float32), 8000)
     said = [Remarked(1, epoch, epoch * 10, ["a line", sound]) for epoch in (1, 2)]
-    send(RunFolderSink(run), started(run), *said)
+    send(folder_sink(run), started(run), *said)
     (file,) = run.audio.iterdir()
     with wave.open(str(file)) as heard:
         assert (heard.getframerate(), heard.getnframes()) == (8000, 3)
         assert np.frombuffer(heard.readframes(3), "<i2").tolist() == [0, 32767, -32767]
     expected = [{"text": "a line"}, {"text": "heard", "audio": file.name}]
     assert [(row["epoch"], row["remarks"]) for row in run.remarks()] == [(1, expected), (2, expected)]
-    send(RunFolderSink(run), Remarked(1, 2, 20, ["another"]))
+    send(folder_sink(run), Remarked(1, 2, 20, ["another"]))
     assert [row["remarks"] for row in run.remarks()] == [expected, [{"text": "another"}]]
 
 

@@ -18,6 +18,7 @@ from lockstep.cli.settings import (
     refuse_arguments,
     to_mapping,
 )
+from lockstep.config.load import devices_in
 from lockstep.telemetry.console import duration, print_plan, say
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def verify(
     from lockstep.verification import verify as run
     from lockstep.verification.report import print_report, write_report
 
-    fork_ranks_from_here(mapping, script=name.endswith(".py"), launches=_VERIFY_LAUNCHES)
+    fork_ranks_from_here(devices_in(mapping), script=name.endswith(".py"), launches=_VERIFY_LAUNCHES)
     say = partial(progress, doing="running")
     if name.endswith(".py"):
         from lockstep.verification.script import print_script_report, verify_script

@@ -234,21 +234,19 @@ def numbers(flag: str, text: str, example: str, *, kind: str = "numbers", fix: s
     return [int(name) for name in names]
 
 
-def fork_ranks_from_here(settings: Mapping[str, Any] | str | None, *, script: bool = False, launches: int = 1) -> None:
+def fork_ranks_from_here(devices: Sequence[str] | str | None, *, script: bool = False, launches: int = 1) -> None:
     """Let the ranks share the imports of this process; call it after the import of torch, before any computation.
 
     Args:
-        settings: or devices; several need ranks.
+        devices: their names, or these in a text with commas; several need ranks.
         script: it has a rank on one device, too.
         launches: how often ranks may be started.
     """
-    from lockstep.config import resolve
     from lockstep.hardware.world import read_world
     from lockstep.launch.local.launcher_process import fork_launcher_ahead
 
-    selected = settings.split(",") if isinstance(settings, str) else resolve(settings or {}).hardware.selected_devices
-    devices = selected or ()
-    if (script or len(devices) > 1 or "all" in devices) and not read_world(os.environ).from_outside:
+    names = devices.split(",") if isinstance(devices, str) else devices or ()
+    if (script or len(names) > 1 or "all" in names) and not read_world(os.environ).from_outside:
         for _ in range(launches):
             fork_launcher_ahead()
 

@@ -14,7 +14,7 @@ from cyclopts import Group, Parameter
 
 from lockstep.cli.output import DEFAULT_RUNS_DIR, RunRef, RunsDir, find, flag, verb
 from lockstep.cli.settings import FILES, NO_SETTINGS, Flags, TaskName, fork_ranks_from_here, to_mapping
-from lockstep.config.load import from_keywords, load, merge
+from lockstep.config.load import devices_in, from_keywords, load, merge
 from lockstep.errors import UsageError
 from lockstep.launch.engines.spec import engines, find_engine
 from lockstep.launch.process.signals import held_back
@@ -118,7 +118,7 @@ def train(
     with held_back():  # a signal in the middle of importing torch would abort the interpreter
         from lockstep.launch.api import train as start
 
-    fork_ranks_from_here(mapping)
+    fork_ranks_from_here(devices_in(mapping))
     return start(name, mapping, resume=resume, accept_data=accept_data).exit_code
 
 
@@ -228,5 +228,5 @@ def run(
     settings = load(sets=set or (), overrides=overrides)
     from lockstep.launch.session.script import run_script
 
-    fork_ranks_from_here(settings, script=True)
+    fork_ranks_from_here(None, script=True)
     return run_script(Path(script).expanduser(), list(arguments), settings, resume=resume)[1]

@@ -12,7 +12,7 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config.sections import RunConfig
+from lockstep.config.sections import RunConfig, listed
 from lockstep.errors import ConfigError
 from lockstep.strategies import strategies
 
@@ -117,20 +117,22 @@ def one_micro_batch(settings: Mapping[str, Any], config: RunConfig) -> RunConfig
         config: the complete configuration. Settings that default to its ``training.batch_size`` keep their value.
     """
     training = settings.get("training") or {}
-    size = training.get("global_batch_size")
     spec = strategies().get(config.hardware.strategy)
     is_pipeline = spec is not None and spec.state == "staged"
-    if size is None or training.get("batch_size") is not None or is_pipeline:
+    if training.get("global_batch_size") is None or training.get("batch_size") is not None or is_pipeline:
         return config
     default = config.training.batch_size
-    return resolve(
-        config.model_dump(mode="json"),
-        {
-            "training": {"batch_size": size},
-            "optimizer": {"base_batch_size": config.optimizer.base_batch_size or default},
-            "validation": {"batch_size": config.validation.batch_size or default},
-        },
+    return config.with_values(
+        training={"batch_size": config.training.global_batch_size},
+        optimizer={"base_batch_size": config.optimizer.base_batch_size or default},
+        validation={"batch_size": config.validation.batch_size or default},
     )
+
+
+def devices_in(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the devices in nested settings that are not validated; () without any."""
+    devices: Any = listed(settings.get("hardware", {}).get("selected_devices"))
+    return tuple(devices or ())
 
 
 def _refuse_removed(settings: Mapping[str, Any]) -> None:

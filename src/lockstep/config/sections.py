@@ -6,6 +6,7 @@ and ``planning``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -46,7 +47,7 @@ def _text_of_number(value: object) -> object:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _listed(value: object) -> object:
+def listed(value: object) -> object:
     """Split ``a, b`` of the command line; a single number becomes a text, which is refused as the name of a device."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -142,7 +143,7 @@ class TaskSection(Section):
 
 
 class HardwareConfig(Section):
-    selected_devices: Annotated[tuple[str, ...] | None, BeforeValidator(_listed)] = setting(
+    selected_devices: Annotated[tuple[str, ...] | None, BeforeValidator(listed)] = setting(
         None,
         "devices by name: cpu, gpu:0, …, or all for every GPU; one named twice runs two ranks (cpu,cpu). Unset: gpu:0 "
         "if there is one, else cpu",
@@ -394,7 +395,7 @@ class TelemetryConfig(Section):
     )
     mlflow_experiment: str = setting("lockstep", "the MLflow experiment", min_length=1)
     profile: str | None = setting(None, "A:B records steps A to B with torch's profiler, in profile/; unset: off")
-    profile_ranks: Annotated[tuple[int, ...], BeforeValidator(_listed)] = setting((0,), "ranks that profile records")
+    profile_ranks: Annotated[tuple[int, ...], BeforeValidator(listed)] = setting((0,), "ranks that profile records")
     record_samples: bool = setting(False, "record the sample indices of every step (for audits and tests)")
 
     @field_validator("profile", mode="before")
@@ -451,7 +452,7 @@ class RunConfig(Section):
     """All settings of a run, resolved and frozen; ``config.yaml`` of a run is this object."""
 
     name: str | None = setting(None, "a label; Lockstep chooses the run's id", max_length=200)
-    tags: Annotated[tuple[str, ...], BeforeValidator(_listed)] = setting(
+    tags: Annotated[tuple[str, ...], BeforeValidator(listed)] = setting(
         (), "labels that several runs share, such as the name of their sweep", max_length=20
     )
     save_dir: Path | None = setting(None, "the run folder itself; unset: runs_dir/<run id>")
@@ -483,6 +484,11 @@ class RunConfig(Section):
                 "accumulation; remove one of them"
             )
         return self
+
+    def with_values(self, **sections: Mapping[str, Any]) -> RunConfig:
+        """Return the configuration with other values, by section; they are valid, and not validated again."""
+        changed = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=changed)
 
     def recomputes_activations(self, strategy: str) -> bool:
         """Return whether blocks are computed again in the backward pass, with the strategy of this name."""

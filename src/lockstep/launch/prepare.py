@@ -23,16 +23,7 @@ from lockstep.hardware.resolve import divide_if_needed
 from lockstep.launch.process.environment import NAMED_THREADS
 from lockstep.planning import Plan, ResumePoint, TaskFacts, make_plan
 from lockstep.planning.resolve import moments_of
-from lockstep.tasks.registry import (
-    RESERVED,
-    check_methods,
-    configured,
-    find_task,
-    make_task,
-    refuse_unrecorded,
-    section_of,
-    task_class,
-)
+from lockstep.tasks.registry import RESERVED, class_of, given_task, make_task, refuse_unrecorded, section_of
 
 
 @dataclass(frozen=True)
@@ -69,19 +60,17 @@ def settle(
         )
     if isinstance(task, Task):
         kind = type(task)
-        check_methods(kind)
-        built = configured(task)
+        built = given_task(task)
     else:
         refuse_unrecorded(task_section)
         task = task or str(task_section.get("name", "har"))
-        kind = find_task(task) if isinstance(task, str) else task_class(task if isinstance(task, type) else type(task))
+        kind = class_of(task)
         built = make_task(kind, settings)
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
     section = {"name": whole_name(name), **section_of(built)}
     whole = resolve(nested(kind.defaults), {**overrides, "task": section})
     if whole.data.data_dir is not None:
-        data = whole.data.model_copy(update={"data_dir": whole.data.data_dir.absolute()})
-        whole = whole.model_copy(update={"data": data})
+        whole = whole.with_values(data={"data_dir": whole.data.data_dir.absolute()})
     named.add(code_in({"task": section, "optimizer": {"name": whole.optimizer.name}}))
     whole = runner_of(built).complete(overrides, whole)
     built._lockstep_data = data_settings(whole)
@@ -121,8 +110,7 @@ def with_precision(config: RunConfig, placement: Placement) -> RunConfig:
     if config.hardware.precision == placement.precision:
         return config
     products = {"matmul_precision": "high"} if config.hardware.precision == "tf32" else {}
-    hardware = config.hardware.model_copy(update={"precision": placement.precision, **products})
-    return config.model_copy(update={"hardware": hardware})
+    return config.with_values(hardware={"precision": placement.precision, **products})
 
 
 def plan_for(

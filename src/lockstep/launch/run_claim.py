@@ -13,26 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.mirror import fetch_run, mirrored_record
-from lockstep.config import RunConfig, dump, one_micro_batch, resolve
+from lockstep.config import RunConfig, one_micro_batch, resolve
 from lockstep.engine.resume import resume_point
+from lockstep.engine.runner import runner_of
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import ConfigError, RunFolderError, printable
 from lockstep.launch.engines.record import is_own_job
-from lockstep.launch.prepare import settle
 from lockstep.planning import Plan
 from lockstep.rundir.claim import claim
-from lockstep.rundir.files import absolute, flattened, names_in, storing
+from lockstep.rundir.files import absolute, flattened, names_in
 from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id, or_else
 from lockstep.rundir.heartbeat import announce
 from lockstep.rundir.origin import SCRIPT, note_named, require_code_named, require_named
 from lockstep.tasks.registry import (
     FROM_PARTS,
     class_name,
+    class_of,
+    find_task,
+    given_task,
     make_task,
     refuse_unrecorded,
     section_of,
-    task_class,
     whole_name,
 )
 
@@ -139,7 +141,8 @@ def changed_config(
     """
     record = run.read()
     edited = run.config()
-    old = run.config(record.attempt) if record.attempt else edited
+    is_edited = record.attempt > 0 and run.config_text(record.attempt) != run.config_text()
+    old = run.config(record.attempt) if is_edited else edited
     changed = {key: value for key, value in changes.items() if key != "save_dir"}
     if isinstance(changed.get("task"), Mapping):
         task = dict(changed["task"])
@@ -192,12 +195,6 @@ def warn(message: str) -> None:
     sys.stderr.write(f"warning: {printable(message)}\n")
 
 
-def keep_config(run: RunDir, config: RunConfig) -> None:
-    """Write the configuration of the newest attempt to ``config.yaml``."""
-    if dump(config) != dump(run.config()):
-        run.keep_config(config)
-
-
 def task_again(
     run: RunDir, config: RunConfig, task: Task | type[Task] | None = None, *, is_named: bool = False
 ) -> Task:
@@ -207,10 +204,10 @@ def task_again(
 
     Raises :class:`RunFolderError` where only the program that started the run can make it.
     """
-    if isinstance(task, type):
-        return task_of_run(task_class(task), config, as_given=False)
+    if isinstance(task, Task):
+        return task_of_run(given_task(task), config, as_given=True)
     if task is not None:
-        return task_of_run(settle(task, None)[0], config, as_given=True)
+        return task_of_run(class_of(task), config, as_given=False)
     name = config.task.name
     if (run.path / SCRIPT).exists():
         raise RunFolderError(
@@ -233,7 +230,7 @@ def task_again(
         )
     if not is_named:
         require_code_named(run)
-    return settle(name, config)[0]
+    return task_of_run(find_task(name), config, as_given=False)
 
 
 def task_of_run(task: Task | type[Task], config: RunConfig, *, as_given: bool) -> Task:
@@ -247,6 +244,7 @@ def task_of_run(task: Task | type[Task], config: RunConfig, *, as_given: bool) -
             why=f"the run has {config.task.settings}",
             fix="make the object with these settings, or start a new run with --init-from",
         )
+    runner_of(task).complete({}, config)
     task._lockstep_data = data_settings(config)
     return task
 
@@ -255,11 +253,7 @@ def begin_again(run: RunDir, config: RunConfig, plan: Plan) -> tuple[int, int]:
     """Begin the next attempt after a failure, with the same configuration and plan; returns its number and step."""
     beat = run.progress()
     announce(run.heartbeat_file, beat.step if beat else 0, handing_over=True)  # the run is not lost
-    with storing(run.config_file):
-        edited = run.config_file.read_bytes()
-        run.keep_config(config)
-        is_restored = run.config_file.read_bytes() != edited
-    if is_restored:
+    if run.keep_config(config):
         warn(f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings")
     point = resume_point(run, hold=True, report=warn)
     step = point.step if point else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config import RunConfig, resolve
+from lockstep.config import RunConfig
 from lockstep.engine.state import RunResult
 from lockstep.errors import LockstepError, RankOutOfMemory
 from lockstep.events import Note, Restarted
@@ -180,7 +180,8 @@ def _halved(start: Start, *, at_start: bool) -> RunConfig | None:
         return None
     if size < 2 or plan.reproducibility == "exact" or plan.task.sets_batch_size:
         return None
-    training = {"batch_size": (size + 1) // 2, "global_batch_size": plan.batch.global_batch, "accumulate": 1}
-    # The learning rate is scaled against the batch size that the run was started with.
-    optimizer = {"base_batch_size": config.optimizer.base_batch_size or config.training.batch_size}
-    return resolve(config.model_dump(mode="json"), {"training": training, "optimizer": optimizer})
+    return config.with_values(
+        training={"batch_size": (size + 1) // 2, "global_batch_size": plan.batch.global_batch, "accumulate": 1},
+        # The learning rate is scaled against the batch size that the run was started with.
+        optimizer={"base_batch_size": config.optimizer.base_batch_size or config.training.batch_size},
+    )

@@ -69,8 +69,7 @@ class LoaderFacts(NamedTuple):
         if self.whole_steps and global_batch_size is not None:
             batch_size = ceil_div(global_batch_size, devices)
         sizes = {"batch_size": batch_size, "tail": "drop" if self.drop_last else training.tail}
-        data = config.data.model_copy(update={"epoch_samples": None})
-        return config.model_copy(update={"training": training.model_copy(update=sizes), "data": data})
+        return config.with_values(training=sizes, data={"epoch_samples": None})
 
 
 def revised_plan(plan: Plan, config: RunConfig, loader: LoaderFacts) -> Plan:

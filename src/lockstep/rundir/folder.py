@@ -209,7 +209,9 @@ def frozen_text(config: RunConfig, folder: Path) -> str:
         size = len(content.encode("utf-8"))
         if size > MAX_CONFIG_BYTES:
             raise ValueError(f"it has {size:,} bytes, and at most {MAX_CONFIG_BYTES:,} are read")
-        parse_frozen(content, folder)
+        if parse_yaml(content) != config.model_dump(mode="json"):
+            raise ValueError("its text would be read as other settings")
+        _refuse_own_code(config, folder)
     except NO_CONFIG as error:
         raise ConfigError(
             "the configuration could not be read back from the run folder",
@@ -392,16 +394,31 @@ class RunDir:
 
     def config(self, attempt: int | None = None) -> RunConfig:
         """Return the run's frozen configuration, or that of an earlier ``attempt``."""
-        file = self.config_file if attempt is None else self.attempts / str(attempt) / self.config_file.name
-        content = files.read_bytes(file, max_bytes=MAX_CONFIG_BYTES)
         try:
-            return parse_frozen(content, self.path)
+            return parse_frozen(self.config_text(attempt), self.path)
         except NO_CONFIG as error:
-            raise damaged(file, str(error)[:500], "restore the file, or start a new run") from None
+            raise damaged(
+                self._config_file(attempt), str(error)[:500], "restore the file, or start a new run"
+            ) from None
 
-    def keep_config(self, config: RunConfig) -> None:
-        """Replace the configuration, unless it could not be read from the folder again (:class:`ConfigError`)."""
-        files.write_text(self.config_file, frozen_text(config, self.path))
+    def config_text(self, attempt: int | None = None) -> bytes:
+        """Return the content of the file that :meth:`config` parses."""
+        return files.read_bytes(self._config_file(attempt), max_bytes=MAX_CONFIG_BYTES)
+
+    def _config_file(self, attempt: int | None) -> Path:
+        return self.config_file if attempt is None else self.attempts / str(attempt) / self.config_file.name
+
+    def keep_config(self, config: RunConfig) -> bool:
+        """Make the file hold ``config``; returns whether it had other text.
+
+        Raises:
+            ConfigError: the configuration could not be read from the folder again.
+        """
+        content = frozen_text(config, self.path)
+        is_new = self.config_text() != content.encode("utf-8")
+        if is_new:
+            files.write_text(self.config_file, content)
+        return is_new
 
     def plan(self) -> dict[str, Any]:
         plan = _mapping(read_json(self.plan_file), self.plan_file)

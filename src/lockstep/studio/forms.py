@@ -188,8 +188,7 @@ def _precisions(config: RunConfig, devices: Sequence[Device]) -> list[dict[str, 
     for precision in get_args(Precision):
         reason = None
         try:
-            hardware = config.hardware.model_copy(update={"precision": precision})
-            _place(config.model_copy(update={"hardware": hardware}), devices)
+            _place(config.with_values(hardware={"precision": precision}), devices)
         except PrecisionError as error:
             reason = f"{error.what}: {error.why}"
         except UsageError:

@@ -63,6 +63,13 @@ def find_task(name: str) -> type[Task]:
     return task_class(find_class(full_name), full_name)
 
 
+def class_of(task: Any) -> type[Task]:
+    """Return the class of a task that is given by its name, as a class, or as an object."""
+    if isinstance(task, str):
+        return find_task(task)
+    return task_class(task if isinstance(task, type) else type(task))
+
+
 def task_class(kind: type, name: str = "") -> type[Task]:
     """Return ``kind``, or the task class of a LightningModule. ``name``: of the class, for people."""
     if issubclass(kind, Task):
@@ -197,6 +204,12 @@ def refuse_unrecorded(section: Mapping[str, Any]) -> None:
             why="its other arguments are settings of the run; these were objects of the program that made it",
             fix="there, pass the task: lockstep.Run(…).resume(task), .evaluate(task=task), .load_model(task=task)",
         )
+
+
+def given_task(task: Task) -> Task:
+    """Return a task that the user has made, with its settings. Raises :class:`TaskError` as :func:`check_methods`."""
+    check_methods(type(task))
+    return configured(task)
 
 
 def configured(task: Task, config: Any = None) -> Task:

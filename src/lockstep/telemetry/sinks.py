@@ -35,7 +35,7 @@ def standard_sinks(run_dir: RunDir, config: RunConfig, stream: TextIO) -> events
     """Make the sinks of a run: folder and mirror (essential); console, its log, loggers (off after a failure)."""
     mode = config.telemetry.progress
     optional: list[events.Sink] = [] if mode == "silent" else [ConsoleSink(stream, mode), RunLogSink(run_dir.logs)]
-    essential: list[events.Sink] = [RunFolderSink(run_dir)]
+    essential: list[events.Sink] = [RunFolderSink(run_dir, config)]
     if config.storage.mirror is not None:
         essential.append(MirrorSink(run_dir, config.storage.mirror, wait_s=config.storage.mirror_wait_s))
     return events.Fanout(essential=essential, optional=[*optional, *loggers(run_dir, config)])
@@ -95,13 +95,13 @@ LOGGED_RANKS = 1024
 class RunFolderSink:
     """Writes the run folder's files. Raises :class:`~lockstep.errors.StorageError`."""
 
-    def __init__(self, run_dir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir, config: RunConfig) -> None:
         self._run = run_dir
+        self._config = config
         self._ranks = JsonLines(run_dir.ranks_file)
         self._evaluations = JsonLines(run_dir.evaluations_file)
         self._remarks = JsonLines(run_dir.remarks_file)
         self._rows: list[dict[str, Any]] = []
-        self._config: RunConfig | None = None
 
     def emit(self, event: events.Event) -> None:
         match event:
@@ -140,7 +140,6 @@ class RunFolderSink:
     def _start(self, event: events.RunStarted) -> None:
         # Epochs after the checkpoint of this attempt are run again; unusable rows of a damaged file are dropped.
         self._rows = [row for row in self._run.epochs() if _is_whole(row) and row.get("step", 0) <= event.step]
-        self._config = self._run.config()
         self._run.write_epochs(self._rows)
         drawn = max((row["epoch"] for row in self._rows), default=0) + 1
         for file in self._run.pictures.glob("*-epoch-*.png"):
@@ -166,7 +165,7 @@ class RunFolderSink:
             self._run.update(best_epoch=event.epoch, best_metric=best)
 
     def _end(self, event: events.RunEnded) -> None:
-        results = training_results(self._rows, event, self._config or self._run.config())
+        results = training_results(self._rows, event, self._config)
         write_json(self._run.path / RESULTS_FILE, results)
         best = self._run.read() if event.best_epoch is None else event
         self._run.update(

@@ -176,8 +176,7 @@ class Subject:
     def prepared(self, changes: Mapping[str, Any]) -> RunInputs:
         """Make the plan of a trial with ``changes``. Raises :class:`~lockstep.errors.UsageError`."""
         built, config = self._settle(merge(_QUIET, changes))
-        patience = {"timeout_s": min(TIMEOUT_S, config.distributed.timeout_s)}
-        config = config.model_copy(update={"distributed": config.distributed.model_copy(update=patience)})
+        config = config.with_values(distributed={"timeout_s": min(TIMEOUT_S, config.distributed.timeout_s)})
         return plan_for(built, config, placement_of(config, World()), self.base.datasets, None)
 
     def case(self, label: Mapping[str, Any], changes: Mapping[str, Any], *, steps: int, warm_up: int) -> Case:

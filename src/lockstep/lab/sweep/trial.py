@@ -14,6 +14,7 @@ def main() -> int:
     """Train, or resume, the run that the sweep describes; ends with the sweep's process."""
     from lockstep.cli.output import print_error
     from lockstep.cli.settings import fork_ranks_from_here
+    from lockstep.config.load import devices_in
     from lockstep.errors import LockstepError
     from lockstep.launch.process.signals import held_back
 
@@ -29,7 +30,7 @@ def main() -> int:
             from lockstep.launch.api import train
 
         task, settings = cloudpickle.loads(job)
-        fork_ranks_from_here(settings)
+        fork_ranks_from_here(devices_in(settings))
         return train(task, settings, resume=True).exit_code
     except LockstepError as error:
         print_error(error, sys.stderr)

@@ -63,8 +63,8 @@ def job_of_settings(
         grace_s=max(GRACE_S, config.launch.stop_grace_s, _SAVES * _newest_save_s(run_folder)),
         options=options,
     )
-    launch = config.launch.model_copy(update={"nodes": None, "rdzv": None})
-    return job, config.model_copy(update={"save_dir": run_folder, "launch": launch})
+    config = config.with_values(launch={"nodes": None, "rdzv": None})
+    return job, config.model_copy(update={"save_dir": run_folder})
 
 
 def _newest_save_s(run_folder: Path) -> float:

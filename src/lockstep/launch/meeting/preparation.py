@@ -277,7 +277,7 @@ def plan_together(team: Team, request: PlanRequest) -> Start:
         if request.new_id is not None:
             run_claim.create_folder(config, request.new_id)
         else:
-            run_claim.keep_config(run, config)
+            run.keep_config(config)
         return plan, run.begin_attempt(plan.as_dict(), plan.placement, step), step
 
     made = team.collectives.broadcast(team.together(make, here=team.me.rank == 0))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import resolve
-from lockstep.config.load import merge
+from lockstep.config.load import devices_in, merge
 from lockstep.errors import ConfigError, RunFolderError, TaskError, UsageError
 from lockstep.hardware import World, detect_devices, resolve_placement
 from lockstep.launch.local.on_ranks import RanksStopped, run_on_ranks
@@ -49,8 +49,7 @@ def run_script(
 
 def several_devices(settings: Mapping[str, Any], consequence: str) -> list[str]:
     """Return the devices of ``settings``. Raises :class:`ConfigError`: fewer than two, with ``consequence``."""
-    devices = settings.get("hardware", {}).get("selected_devices") or ()
-    names = [name.strip() for name in devices.split(",")] if isinstance(devices, str) else list(devices)
+    names = list(devices_in(settings))
     if len(names) < 2:
         reason = f"the devices are {', '.join(names) or 'not given'}"
         raise ConfigError(consequence, why=reason, fix="name several: --devices cpu,cpu")
