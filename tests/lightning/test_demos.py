@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -24,6 +24,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
+import lockstep
 from lockstep.errors import ConfigError, TaskError, UnsupportedError
 from lockstep.lightning import fit
 from lockstep.rundir.folder import RunDir
@@ -122,6 +123,22 @@ def test_what_is_not_known_of_the_trainer_yet_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(TaskError, match=r"self\.trainer\.estimated_stepping_batches .*\n.*world_size"):
         fit(Curious(), config=settings(tmp_path))
+
+
+class TellsItsEpochs(BoringModel):
+    known: ClassVar[list[int]] = []
+
+    def train_dataloader(self) -> Any:
+        self.known.append(self.trainer.max_epochs)
+        return loader()
+
+
+@pytest.mark.slow
+def test_the_trainer_of_a_plan_has_the_settings_of_the_run_that_is_resumed(tmp_path: Path) -> None:
+    lockstep.train(TellsItsEpochs, settings(tmp_path, epochs=1))
+    TellsItsEpochs.known.clear()
+    lockstep.train(TellsItsEpochs, settings(tmp_path, epochs=2), resume=True)
+    assert set(TellsItsEpochs.known) == {2}
 
 
 def test_setup_may_ask_for_the_strategy(tmp_path: Path) -> None:
