@@ -145,7 +145,7 @@ def _job(run: RunDir) -> str | None:
     """Return the job that an engine has for the run, and its state."""
     from lockstep.errors import UsageError
     from lockstep.launch.engines.record import handle_of, was_submitted_here
-    from lockstep.launch.engines.spec import find_engine
+    from lockstep.launch.engines.spec import engine_of
 
     handle = handle_of(run)
     if handle is None:
@@ -153,7 +153,7 @@ def _job(run: RunDir) -> str | None:
     if not was_submitted_here(handle):
         return f"{handle.engine} {handle.id}, submitted elsewhere"
     try:
-        status = find_engine(handle.engine).make().status(handle).text
+        status = engine_of(handle).status(handle).text
     except UsageError as error:
         status = f"state unknown: {error.what}"
     return f"{handle.engine} {handle.id}, {status}"

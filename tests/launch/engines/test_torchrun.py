@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import time
@@ -17,8 +18,9 @@ from lockstep.errors import ConfigError
 from lockstep.launch.engines.spec import Job, NodeRange
 from lockstep.launch.engines.torchrun import Rendezvous
 from lockstep.launch.meeting.membership import compared_settings
+from lockstep.rundir.folder import RunDir
 from tests.conftest import RunCli
-from tests.e2e.test_train import TOY, finish, start
+from tests.e2e.test_train import TOY, finish, start, wait_for_step
 
 
 def meeting(rdzv: str | None) -> Rendezvous:
@@ -134,6 +136,30 @@ def test_who_waits_for_the_others_can_be_stopped(tmp_path: Path, stop: signal.Si
         process.kill()
         process.communicate()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_on_several_nodes_is_shown_and_stopped_from_another_terminal(tmp_path: Path, run_cli: RunCli) -> None:
+    with socket.socket() as free:
+        free.bind(("0.0.0.0", 0))
+        meeting = ("--nodes", "2", "--rdzv", f"localhost:{free.getsockname()[1]}")
+    long = ("--devices", "cpu", "--save-dir", "run", "--epochs", "1000", "--set", "task.pause_s=0.25")
+    nodes = [start("train", TOY, *long, *meeting, cwd=tmp_path) for _ in range(2)]
+    try:
+        wait_for_step(tmp_path / "run", 2, nodes[0])
+        shown = json.loads(run_cli("show", "run", "--json").out)
+        assert (shown["status"], shown["job"]) == ("running", None)
+        assert [Path(log).name for log in shown["logs"]] == ["rank-0.log", "rank-1.log", "run.log"]
+        stopped = run_cli("stop", "run")
+        assert (stopped.code, stopped.out) == (0, f"{shown['id']}: stopped\n")
+        for node in nodes:
+            finish(node, 143)
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()
+    assert RunDir.open(tmp_path / "run").read().status == "stopped"
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
 def listens(port: int) -> bool:

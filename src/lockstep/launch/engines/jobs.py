@@ -19,7 +19,7 @@ from lockstep.checkpoint.manifest import is_frozen
 from lockstep.config import RunConfig
 from lockstep.errors import RunFolderError, UsageError
 from lockstep.launch.engines.record import was_submitted_here, write_handle
-from lockstep.launch.engines.spec import Job, JobHandle, JobStatus, NodeRange, find_engine
+from lockstep.launch.engines.spec import Job, JobHandle, JobStatus, NodeRange, engine_of, find_engine
 from lockstep.launch.prepare import settle
 from lockstep.launch.process.signals import exit_code
 from lockstep.launch.run_claim import create_folder, existing_run
@@ -154,7 +154,7 @@ def follow(handle: JobHandle, stream: TextIO) -> int:
 
     Ctrl-C ends the following, not the job.
     """
-    engine = find_engine(handle.engine).make()
+    engine = engine_of(handle)
     run = RunDir(handle.run_folder)
     output = engine.logs(handle)
     shown = ""
@@ -207,7 +207,7 @@ def stop(handle: JobHandle, timeout_s: float) -> str:
             why="a run folder from elsewhere could name any job",
             fix="end it on the machine that submitted it, or with the engine's command",
         )
-    engine = find_engine(handle.engine).make()
+    engine = engine_of(handle)
     run = RunDir(handle.run_folder)
     status = engine.status(handle)
     if status.is_over:

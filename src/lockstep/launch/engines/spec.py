@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from lockstep.errors import ConfigError, LockstepError, UnsupportedError, UsageError
 
@@ -106,10 +106,7 @@ class JobStatus:
 
 
 class Engine(Protocol):
-    """The operations of an engine. All of them raise :class:`UsageError` where the engine refuses or does not answer.
-
-    The handle's methods are not called where :meth:`submit` returns an exit code.
-    """
+    """The operations of every engine. They raise :class:`UsageError` where the engine refuses or does not answer."""
 
     def manifest(self, job: Job) -> str:
         """Return the text that ``--print`` shows: a script or a document, complete enough to be submitted by hand."""
@@ -119,6 +116,13 @@ class Engine(Protocol):
 
     def submit(self, job: Job) -> JobHandle | int:
         """Start ``job``. Returns its handle, or the exit code of a job that ended before this returned."""
+
+
+class JobEngine(Engine, Protocol):
+    """An engine whose jobs continue without this process, and maybe wait in a queue.
+
+    Other runs are processes, which `lockstep stop` and `lockstep show` find through the run folder.
+    """
 
     def status(self, handle: JobHandle) -> JobStatus: ...
 
@@ -130,7 +134,7 @@ class Engine(Protocol):
 
 
 class AttachedEngine:
-    """Base of engines whose job ends with its command: :meth:`Engine.submit` returns the exit code, not a handle."""
+    """Base of engines whose job ends with its command: :meth:`Engine.submit` returns the exit code."""
 
     def manifest(self, job: Job) -> str:
         raise UnsupportedError(
@@ -138,15 +142,6 @@ class AttachedEngine:
             why="no script or document is submitted: the command itself runs the job",
             fix="leave --print out; docs/clusters.md has the commands of each engine",
         )
-
-    def status(self, handle: JobHandle) -> JobStatus:
-        raise NotImplementedError("the job ends with its command")
-
-    def stop(self, handle: JobHandle) -> None:
-        raise NotImplementedError("the job ends with its command")
-
-    def logs(self, handle: JobHandle) -> Iterator[str]:
-        raise NotImplementedError("the job ends with its command")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +211,11 @@ def find_engine(name: str) -> EngineSpec:
             fix="install the package that brings it",
         )
     return engines()[name]
+
+
+def engine_of(handle: JobHandle) -> JobEngine:
+    """Return the engine of a submitted job. Raises :class:`UsageError`."""
+    return cast(JobEngine, find_engine(handle.engine).make())
 
 
 def attached_engine() -> EngineSpec:
