@@ -5,7 +5,6 @@ The ranks are started in a temporary folder: that of the run is only read.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,13 +41,12 @@ def compute(function: Compute, evaluation: Evaluation, task: Task) -> dict[str, 
         return _compute_as(World(), function, evaluation, task, evaluation.run.logs)
     runner_of(task).check_evaluation(plan.placement["devices"])
     with TemporaryDirectory(prefix="lockstep-evaluate-") as path:
-        folder = RunDir.create(Path(path, "ranks"), config, run_id=evaluation.run.read().id, command=sys.argv)
         results: list[dict[str, Any]] = run_on_ranks(
             _on_rank,
             function,
             evaluation,
             pack_task(task, config),
-            folder=folder,
+            folder=RunDir(Path(path)),
             ranks=ranks,
             limits=RankLimits(threads=plan.threads, stop_grace_s=STOP_GRACE_S),
         )

@@ -25,9 +25,9 @@ from lockstep.launch.failure.report import read_failure
 from lockstep.launch.local import worker
 from lockstep.launch.local.on_ranks import RankLimits, run_on_ranks
 from lockstep.launch.prepare import RunInputs, native_settings, placement_of, plan_for, settle
-from lockstep.launch.run_claim import create_folder
 from lockstep.planning import Plan
 from lockstep.rundir.files import JsonLines, read_jsonl
+from lockstep.rundir.folder import RunDir
 from lockstep.tasks.registry import pack_task
 from lockstep.telemetry.loggers import QUIET
 
@@ -106,17 +106,17 @@ class Trials:
         if self.stopped:
             raise KeyboardInterrupt
         self.count += 1
-        run = create_folder(config.model_copy(update={"save_dir": self.folder / f"trial-{self.count:03}"}))
+        folder = RunDir(self.folder / f"trial-{self.count:03}")
         make_task = None if task is None else pack_task(task, config)
-        rows = partial(read_jsonl, run.path / _ROWS_FILE)
+        rows = partial(read_jsonl, folder.path / _ROWS_FILE)
         limits = RankLimits(threads=threads, stop_grace_s=STOP_GRACE_S)
         try:
-            run_on_ranks(_on_rank, make_task, function, *arguments, folder=run, ranks=ranks, limits=limits)
+            run_on_ranks(_on_rank, make_task, function, *arguments, folder=folder, ranks=ranks, limits=limits)
         except KeyboardInterrupt:
             self.stopped = True
             return Outcome(rows(), "stopped")
         except RankFailed as error:
-            report = read_failure(run)
+            report = read_failure(folder)
             lacks_memory = report is not None and report.cause is not None and report.cause.is_memory
             return Outcome(rows(), "out of memory" if lacks_memory else "failed", error.what.splitlines()[0])
         return Outcome(rows())

@@ -23,7 +23,7 @@ from lockstep.lab.doctor.ranks import RANKS, STEP, by_hand, check_as_rank, check
 from lockstep.lab.doctor.report import DoctorReport, Finding
 from lockstep.launch.local.on_ranks import run_on_ranks
 from lockstep.launch.process.signals import StopRequest
-from lockstep.launch.run_claim import create_folder
+from lockstep.rundir.folder import RunDir
 
 _CANNOT_MEET = (
     "see that every rank is there and runs the same command, and that nodes reach each other: look for a firewall, and "
@@ -66,9 +66,9 @@ def examine(
                 findings, meeting = check_together(None, world, placement, findings, folder, quick=quick)
             else:
                 say(f"starting {placement.world_size} ranks: they sum numbers, and train a step")
-                run = create_folder(resolve({"save_dir": str(folder / "ranks")}))
+                logs = RunDir(folder / "ranks")
                 ranks = placement.world_size
-                findings, meeting = run_on_ranks(check_as_rank, placement, findings, folder=run, ranks=ranks)[0]
+                findings, meeting = run_on_ranks(check_as_rank, placement, findings, folder=logs, ranks=ranks)[0]
         except Exception as error:
             if not world.is_main:
                 raise RunError(f"rank {world.rank} stopped checking: {error}", fix="see rank 0's report") from error

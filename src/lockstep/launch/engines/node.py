@@ -28,7 +28,7 @@ from lockstep.launch.meeting.membership import Team
 from lockstep.launch.meeting.preparation import PreviousStart, Start, TrainRequest, prepare_together
 from lockstep.launch.prepare import placement_of
 from lockstep.launch.rank import train_as_rank
-from lockstep.rundir.folder import RunDir, new_run_id
+from lockstep.rundir.folder import RunDir
 from lockstep.tasks.registry import pack_task
 
 #: Seconds that a rank stays after another one has stopped it, so that its agent sees whether a node waits to join.
@@ -51,8 +51,8 @@ def train_on_node(task: Task, config: RunConfig, request: TrainRequest) -> RunRe
     }
     engine = attached_engine().make()
     with TemporaryDirectory(prefix="lockstep-node-") as path:
-        folder = RunDir.create(Path(path, "node"), config, run_id=new_run_id(), command=sys.argv)
-        call = worker.pack_call(train_as_node_rank, [config, request, pack_task(task, config)])
+        folder = RunDir(Path(path))
+        call = worker.pack_call(train_as_node_rank, [config, request, pack_task(task, config), sys.argv])
         (folder.path / worker.CALL_FILE).write_bytes(call)
         job = Job(
             # -P: files in the working folder do not shadow a module.
@@ -75,10 +75,11 @@ def train_on_node(task: Task, config: RunConfig, request: TrainRequest) -> RunRe
 
 
 def train_as_node_rank(
-    rank: worker.Rank, config: RunConfig, request: TrainRequest, make_task: Callable[[], Task]
+    rank: worker.Rank, config: RunConfig, request: TrainRequest, make_task: Callable[[], Task], command: list[str]
 ) -> RunResult | None:
     """Train as a rank of the engine; its folder is the node's temporary one. The first rank of a node has a result.
 
+    ``command``: the user's, not that of this process.
     The process ends with exit code 0 where a restart cannot help (a stop, wrong usage), so that the engine makes none.
     """
     folder = rank.folder
@@ -93,7 +94,7 @@ def train_as_node_rank(
         start = prepare_together(team, task, config, request, ending)
         runs.append(start.run)
         if world.is_main:
-            start.run.update(command=folder.read().command)  # the user's command, not that of this process
+            start.run.update(command=command)
             records.clear(start.run.logs)
             records.write(start.run.logs / records.LAUNCHER_FILE, {"ranks": world.size})
         if world.local_rank == 0:

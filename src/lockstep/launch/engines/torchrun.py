@@ -23,7 +23,6 @@ from typing import Any
 
 import psutil
 
-from lockstep.config import RunConfig
 from lockstep.errors import ConfigError, LockstepError, RankFailed, many
 from lockstep.hardware import parent_death
 from lockstep.hardware.network import GLOO_INTERFACE, address_towards, is_this_machine
@@ -35,7 +34,7 @@ from lockstep.launch.failure.report import keep_failure, read_failure
 from lockstep.launch.local.on_ranks import RankLimits, RanksStopped, run_on_ranks
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.process import environment, signals
-from lockstep.rundir.folder import RunDir, new_run_id, or_else
+from lockstep.rundir.folder import RunDir, or_else
 
 #: The port of the rendezvous when --rdzv names none; torch's default.
 DEFAULT_PORT = 29400
@@ -116,7 +115,7 @@ class Torchrun(AttachedEngine):
             print(f"meeting {number} nodes at {rendezvous.address}, with {ranks} here; {waits}", file=sys.stderr)
         limits = RankLimits(stop_grace_s=job.grace_s + AGENT_GRACE_S)
         with TemporaryDirectory(prefix="lockstep-agent-") as path:
-            folder = RunDir.create(Path(path, "agent"), RunConfig(), run_id=new_run_id(), command=sys.argv)
+            folder = RunDir(Path(path))
             interface = os.environ.get(GLOO_INTERFACE)
             try:
                 run_on_ranks(

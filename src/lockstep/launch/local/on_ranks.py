@@ -59,7 +59,7 @@ def run_on_ranks(
     ``rank`` is a :class:`lockstep.launch.local.worker.Rank`. The function raises :class:`Stopped` after a stop.
 
     Args:
-        folder: where the ranks keep their logs.
+        folder: of a run, or another one, where the ranks keep their logs.
         redirect: ranks print to standard error; the caller's standard output may have to be JSON.
 
     Raises:
@@ -93,6 +93,7 @@ def launch(run_dir: RunDir, ranks: int, call: bytes, limits: RankLimits = DEFAUL
         0: done; 1: failed; 2: wrong usage; 130, 143: stopped after a checkpoint (130: without, if interrupted twice).
     """
     try:
+        run_dir.logs.mkdir(parents=True, exist_ok=True)
         records.clear(run_dir.logs)
     except OSError as error:
         raise RunFolderError(

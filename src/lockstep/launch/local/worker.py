@@ -71,7 +71,7 @@ def main(folder: Path, call: bytes) -> int:
     environment.restore_sys_path(os.environ)
     environment.set_threads(os.environ)
     try:
-        rank = Rank(RunDir.open(folder), read_world(os.environ), stop)
+        rank = Rank(RunDir(folder), read_world(os.environ), stop)
     except LockstepError as error:
         print(error, file=sys.stderr)
         return error.exit_code
