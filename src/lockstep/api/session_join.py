@@ -18,7 +18,7 @@ from lockstep.config import RunConfig, merge
 from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.hardware import Placement, World, read_world
 from lockstep.launch.meeting.membership import Team, meeting
-from lockstep.launch.meeting.preparation import agreed_folder, place_together
+from lockstep.launch.meeting.preparation import agree_on_run, place_together
 from lockstep.launch.meeting.supervision import supervise
 from lockstep.launch.prepare import placement_of
 from lockstep.launch.process.signals import Stopped, StopRequest
@@ -114,7 +114,10 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
                 f"save_dir={config.save_dir} has no effect under `lockstep run`: use --save-dir. The run is {run.path}."
             )
     else:
-        run, is_resume = agreed_folder(team, config, _new_folder, resume=resume, claim=ending)
+        agreed = agree_on_run(team, config, resume=resume, claim=ending)
+        run = agreed.run
+        is_resume = agreed.new_id is None
+        team.together(lambda: _new_folder(config, agreed.new_id), here=world.is_main and not is_resume)
     stop = supervise(team, run, config, placement.as_dict(), started[0].rank if started else None, ending)
     return Joined(run, world, placement, team, stop, is_resume, ending)
 
@@ -169,10 +172,9 @@ def _refuse_for_tasks_only(config: RunConfig) -> None:
             )
 
 
-def _new_folder(config: RunConfig, run_id: str | None = None) -> RunDir:
+def _new_folder(config: RunConfig, run_id: str | None) -> None:
     """Create the folder of a new run of this process's script."""
     run = create_folder(config, run_id)
     path = Path(sys.argv[0])
     if path.is_file():
         Script(str(path.resolve()), sys.argv[1:], str(Path.cwd()), {}).keep(run)
-    return run

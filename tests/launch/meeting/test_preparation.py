@@ -12,7 +12,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.hardware.world import World
 from lockstep.launch.meeting.membership import Member, Team
-from lockstep.launch.meeting.preparation import agreed_folder
+from lockstep.launch.meeting.preparation import agree_on_run
 from lockstep.launch.run_claim import create_folder
 from lockstep.rundir.folder import RunDir
 from tests.gloo import run_ranks
@@ -27,12 +27,15 @@ def agree(rank: int, size: int, folders: list[Path]) -> dict[str, Any]:
     config = RunConfig(save_dir=folders[rank] / "run")  # type: ignore[call-arg]
     with contextlib.ExitStack() as claim:
         try:
-            run, found = agreed_folder(team, config, create_folder, resume=True, claim=claim)
+            agreed = agree_on_run(team, config, resume=True, claim=claim)
         except ConfigError as error:
             return {"error": error.what, "fix": error.fix}
+        found = agreed.new_id is None
+        if rank == 0 and not found:
+            create_folder(config, agreed.new_id)
         team.collectives.barrier()
         left = sorted(path.name for path in folders[rank].iterdir())
-        return {"id": RunDir.open(run.path).read().id, "found": found, "left": left}
+        return {"id": RunDir.open(agreed.run.path).read().id, "found": found, "left": left}
 
 
 def make_run(folder: Path, run_id: str) -> None:

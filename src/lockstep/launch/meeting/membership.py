@@ -66,14 +66,13 @@ class Team:
     def __init__(self, me: Member, world: World, timeout_s: float, store: Store | None = None) -> None:
         self.world = world
         self.store = store
-        self.me = me
         self.collectives = Collectives(world, timeout_s=timeout_s)
         self.members = tuple(self.collectives.all_gather(me))
         nodes = {member.node_rank: member.host for member in self.members}
         hosts = Counter(nodes.values())
         self._node_names = {node: host if hosts[host] == 1 else f"{host}-{node}" for node, host in nodes.items()}
         self.leads = [member.rank for member in self.members if member.local_rank == 0]
-        self.is_lead = self.me.local_rank == 0
+        self.is_lead = me.local_rank == 0
         self._prints = _prints(world)
 
     def node_of(self, rank: int) -> str:

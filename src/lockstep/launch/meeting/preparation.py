@@ -111,6 +111,19 @@ class NodeRun(NamedTuple):
     previous: PreviousStart | None
 
 
+class AgreedRun(NamedTuple):
+    """The run that all ranks train.
+
+    Attributes:
+        new_id: of a run whose folder is still to be made; ``None``: the run is resumed.
+        node_runs: what each node has found; empty for a new run.
+    """
+
+    run: RunDir
+    new_id: str | None
+    node_runs: Sequence[NodeRun]
+
+
 def prepare_together(
     team: Team, task: Task, config: RunConfig, request: TrainRequest, claim: contextlib.ExitStack
 ) -> Start:
@@ -118,16 +131,16 @@ def prepare_together(
 
     ``claim`` gets the claim on a run that is resumed.
     """
-    run, run_id, node_runs = _agree(team, config, request.resume, request.previous)
-    if not node_runs:
-        return begin_attempt(team, run, task, config, request, new_id=run_id)
+    agreed = agree_on_run(team, config, resume=request.resume, claim=claim, previous=request.previous)
+    run = agreed.run
+    if agreed.new_id is not None:
+        return begin_attempt(team, run, task, config, request, new_id=agreed.new_id)
     changed = team.together(lambda: run_claim.changed_config(run, request.given))  # with this node's devices
     assert changed is not None
     config = changed
     task = run_claim.task_of_run(task, config, as_given=request.as_given)
-    team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=team.world.is_main)
     start = begin_attempt(team, run, task, config, request)
-    restarted = _restarted(node_runs, config.launch.max_restarts, start)
+    restarted = _restarted(agreed.node_runs, config.launch.max_restarts, start)
     return replace(start, restarted=restarted if team.world.is_main else None)
 
 
@@ -179,29 +192,17 @@ def _restarted(node_runs: Sequence[NodeRun], allowed: int, start: Start) -> Rest
     return Restarted(number, allowed, start.attempt, start.step, lost_steps, reason)
 
 
-def agreed_folder(
+def agree_on_run(
     team: Team,
     config: RunConfig,
-    create: Callable[[RunConfig, str], RunDir],
     *,
     resume: bool,
     claim: contextlib.ExitStack,
-) -> tuple[RunDir, bool]:
-    """Agree on the folder of a run before its plan is made; returns whether it is resumed, too. Collective.
+    previous: PreviousStart | None = None,
+) -> AgreedRun:
+    """Find the run to resume, and claim it, or name a new one. Collective.
 
-    ``create`` makes the folder of a new run with this id.
-    """
-    run, run_id, node_runs = _agree(team, config, resume)
-    is_main = team.me.rank == 0
-    team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=bool(node_runs) and is_main)
-    team.together(lambda: create(config, run_id), here=is_main and not node_runs)
-    return run, bool(node_runs)
-
-
-def _agree(
-    team: Team, config: RunConfig, resume: bool, previous: PreviousStart | None = None
-) -> tuple[RunDir, str, list[NodeRun]]:
-    """Find the run to resume, or name a new one; its folder, its id, and the runs that the nodes found. Collective.
+    ``claim`` gets the claim.
 
     Raises :class:`UsageError`: the nodes found different runs, one that is still running, or see different folders.
     """
@@ -223,10 +224,14 @@ def _agree(
         fix="name a --save-dir on storage that all nodes share",
     )
     new_id = team.collectives.broadcast(new_run_id(config.save_dir))
-    run_id = next((node.run_id for node in runs_by_rank.values()), new_id)
-    path = absolute(config.save_dir or config.runs_dir / run_id)
-    _refuse_other_folders(team, path)
-    return RunDir(path), run_id, list(runs_by_rank.values())
+    node_runs = list(runs_by_rank.values())
+    run_id = node_runs[0].run_id if node_runs else new_id
+    run = RunDir(absolute(config.save_dir or config.runs_dir / run_id))
+    _refuse_other_folders(team, run.path)
+    if not node_runs:
+        return AgreedRun(run, new_id, node_runs)
+    team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=team.world.is_main)
+    return AgreedRun(run, None, node_runs)
 
 
 def _refuse_other_folders(team: Team, path: Path) -> None:
@@ -280,7 +285,7 @@ def plan_together(team: Team, request: PlanRequest) -> Start:
             run.keep_config(config)
         return plan, run.begin_attempt(plan.as_dict(), plan.placement, step), step
 
-    made = team.collectives.broadcast(team.together(make, here=team.me.rank == 0))
+    made = team.collectives.broadcast(team.together(make, here=team.world.is_main))
     assert made is not None
     plan, attempt, step = made
     local = plan.model_copy(update={"placement": {**plan.placement, "devices": list(request.placement.devices)}})
