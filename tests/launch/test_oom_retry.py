@@ -11,6 +11,7 @@ import torch
 
 import lockstep
 from lockstep.errors import RankOutOfMemory
+from lockstep.rundir.folder import RunDir
 from tests.toys import Toy
 
 pytestmark = pytest.mark.processes
@@ -70,3 +71,12 @@ def test_what_is_too_large_at_one_sample_or_not_to_be_retried_fails(tmp_path: Pa
         lockstep.train(Late, settings(tmp_path / "late", "cpu", batch_size=8, on_oom="start"))
     run = lockstep.train(Large, settings(tmp_path / "start", "cpu", batch_size=8, on_oom="start"))
     assert run.status == "completed"
+
+
+@pytest.mark.slow
+def test_the_micro_batch_is_halved_before_a_restart_is_used(tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", "cpu,cpu", batch_size=8) | {"launch": {"max_restarts": 2}}
+    run = lockstep.train(Large, config)
+    assert (run.status, run.config.training.batch_size) == ("completed", 4)
+    assert [folder.name for folder in sorted((run.run_dir / "attempts").iterdir())] == ["1", "2"]
+    assert RunDir(run.run_dir).read().restarts == []

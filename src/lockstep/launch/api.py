@@ -18,7 +18,6 @@ from lockstep.launch.meeting.preparation import Start, TrainRequest, begin_attem
 from lockstep.launch.prepare import overrides_of, settle
 from lockstep.launch.rank import train_as_rank
 from lockstep.launch.start import train_with_retries
-from lockstep.launch.stop import stop as stop
 from lockstep.rundir.folder import RunDir
 
 

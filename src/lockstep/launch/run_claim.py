@@ -14,17 +14,14 @@ from typing import Any
 
 from lockstep.checkpoint.mirror import fetch_run, mirrored_record
 from lockstep.config import RunConfig, one_micro_batch, resolve
-from lockstep.engine.resume import resume_point
 from lockstep.engine.runner import runner_of
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import data_settings
 from lockstep.errors import ConfigError, RunFolderError, printable
 from lockstep.launch.engines.record import is_own_job
-from lockstep.planning import Plan
 from lockstep.rundir.claim import claim
 from lockstep.rundir.files import absolute, flattened, names_in
 from lockstep.rundir.folder import LIVE, PENDING_GRACE_S, RunDir, new_run_id, or_else
-from lockstep.rundir.heartbeat import announce
 from lockstep.rundir.origin import SCRIPT, note_named, require_code_named, require_named
 from lockstep.tasks.registry import (
     FROM_PARTS,
@@ -247,14 +244,3 @@ def task_of_run(task: Task | type[Task], config: RunConfig, *, as_given: bool) -
     runner_of(task).complete({}, config)
     task._lockstep_data = data_settings(config)
     return task
-
-
-def begin_again(run: RunDir, config: RunConfig, plan: Plan) -> tuple[int, int]:
-    """Begin the next attempt after a failure, with the same configuration and plan; returns its number and step."""
-    beat = run.progress()
-    announce(run.heartbeat_file, beat.step if beat else 0, handing_over=True)  # the run is not lost
-    if run.keep_config(config):
-        warn(f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings")
-    point = resume_point(run, hold=True, report=warn)
-    step = point.step if point else 0
-    return run.begin_attempt(plan.as_dict(), plan.placement, step), step

@@ -7,25 +7,29 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lockstep.config import RunConfig
+from lockstep.engine.resume import resume_point
 from lockstep.engine.state import RunResult
 from lockstep.errors import LockstepError, RankOutOfMemory
 from lockstep.events import Note, Restarted
 from lockstep.launch import rank
 from lockstep.launch.failure import records
-from lockstep.launch.failure.report import INTERRUPTED, failure_line, keep_failure, own_failure
+from lockstep.launch.failure.report import INTERRUPTED, keep_failure, own_failure
 from lockstep.launch.local.on_ranks import RankLimits, RanksStopped, run_on_ranks
 from lockstep.launch.meeting.membership import Team
 from lockstep.launch.meeting.preparation import Start, TrainRequest, begin_attempt
 from lockstep.launch.process.signals import StopRequest
-from lockstep.launch.run_claim import begin_again
+from lockstep.launch.run_claim import warn
 from lockstep.planning import Plan
 from lockstep.rundir.folder import RunDir
+from lockstep.rundir.heartbeat import announce
 from lockstep.tasks.registry import pack_task
+
+T = TypeVar("T")
 
 #: Maximum number of halvings after running out of memory (16 times smaller).
 RETRIES = 4
@@ -34,41 +38,20 @@ FIRST_STEPS = 3
 
 
 def train_with_retries(team: Team, start: Start) -> RunResult:
-    """Train; after running out of memory, again with half the micro-batch, if the settings ask for that.
+    """Train; returns when the run has ended, raises when an attempt failed and the settings ask for no other one.
 
-    ``team``: of this process alone. All ranks end with the failed attempt, and its memory with them. The global batch
-    stays the same, and the run resumes from its latest checkpoint or from the start, so losses are those of a run that
-    began with the smaller one.
+    ``team``: of this process alone.
     """
-    for _ in range(RETRIES):
-        try:
-            return _train(team, start)
-        except RankOutOfMemory as error:
-            beat = start.run.progress()
-            smaller = _halved(start, at_start=beat is None or beat.step - start.step < FIRST_STEPS)
-            if smaller is None:
-                raise
-            reason = error.what.splitlines()[0][:200]
-        gc.collect()
-        if torch.cuda.is_initialized():  # to ask whether there is a GPU would keep forks of this process from using it
-            torch.cuda.empty_cache()
-        request = TrainRequest(True, {}, False)
-        start = begin_attempt(team, start.run, start.task, smaller, request, change=partial(_with_note, reason=reason))
-    return _train(team, start)
-
-
-def _train(team: Team, start: Start) -> RunResult:
-    """Train; returns when the attempt has ended, raises when it failed."""
     try:
         if start.plan.placement["world_size"] > 1:
-            return _train_on_ranks(start)
-        return _train_in_process(team, start)
+            return _train_on_ranks(team, start)
+        return _with_retries(team, start, partial(_train_in_process, team))
     except KeyboardInterrupt:
         keep_failure(start.run, INTERRUPTED)
         raise
 
 
-def _train_in_process(team: Team, start: Start) -> RunResult:
+def _train_in_process(team: Team, start: Start, restarts: int) -> RunResult:
     try:
         with ExitStack() as ending:
             return rank.train(team, start, ending)
@@ -79,10 +62,9 @@ def _train_in_process(team: Team, start: Start) -> RunResult:
         raise failure.as_error() from error
 
 
-def _train_on_ranks(start: Start) -> RunResult:
+def _train_on_ranks(team: Team, start: Start) -> RunResult:
     run = start.run
-    with StopRequest() as stop:  # between two starts of the ranks, too
-        code, _ = run_of_ranks(run, partial(_start_ranks, start, stop))
+    code, _ = run_of_ranks(run, partial(_with_retries, team, start, _start_ranks, start.config.launch.max_restarts))
     record = run.read()
     beat = run.progress()
     return RunResult(
@@ -96,38 +78,69 @@ def _train_on_ranks(start: Start) -> RunResult:
     )
 
 
-def _start_ranks(start: Start, stop: StopRequest) -> list[Any]:
-    """Train on ranks; after a failure on new ones, as often as ``launch.max_restarts`` allows."""
-    config = start.config
-    make_task = pack_task(start.task, config)
+def _start_ranks(start: Start, restarts: int) -> list[Any]:
+    return run_on_ranks(
+        rank.train_as_launched,
+        start.config,
+        start.plan,
+        start.attempt,
+        start.restarted,
+        pack_task(start.task, start.config),
+        folder=start.run,
+        ranks=start.plan.placement["world_size"],
+        limits=rank_limits(start.config, start.plan.threads, restarts),
+        redirect=False,
+    )
+
+
+def _with_retries(team: Team, start: Start, train: Callable[[Start, int], T], max_restarts: int = 0) -> T:
+    """Call ``train(start, restarts)`` and, after a failure, again with the next attempt that the settings ask for.
+
+    Each begins at the latest checkpoint, or at the start. After running out of memory its micro-batch is halved; the
+    global batch stays, so losses are those of a run that began with the smaller one. After another failure the plan
+    stays. All ranks end with a failed attempt, and its memory with them. A stop ends the attempts.
+    """
     restarts = 0
-    while True:
-        try:
-            return run_on_ranks(
-                rank.train_as_launched,
-                config,
-                start.plan,
-                start.attempt,
-                start.restarted,
-                make_task,
-                folder=start.run,
-                ranks=start.plan.placement["world_size"],
-                limits=rank_limits(config, start.plan.threads, restarts),
-                redirect=False,
-            )
-        except LockstepError:
-            may_restart = records.read_launcher(start.run).may_restart and stop.requested is None
-            if restarts == config.launch.max_restarts or not may_restart:
-                raise
-        restarts += 1
-        start = _restarted(start, restarts, failure_line(start.run))
+    halvings = 0
+    with StopRequest() as stop:
+        while True:
+            try:
+                return train(start, restarts)
+            except LockstepError as error:
+                is_out_of_memory = isinstance(error, RankOutOfMemory)
+                smaller = _halved(start) if is_out_of_memory and halvings < RETRIES else None
+                may_restart = restarts < max_restarts and records.read_launcher(start.run).may_restart
+                if stop.requested is not None or not (smaller or may_restart):
+                    raise
+                reason = error.what.splitlines()[0]
+            if smaller is not None:
+                halvings += 1
+                start = _with_smaller_batch(team, start, smaller, reason)
+            else:
+                restarts += 1
+                start = _restarted(start, restarts, reason)
+
+
+def _with_smaller_batch(team: Team, start: Start, config: RunConfig, reason: str) -> Start:
+    gc.collect()
+    if torch.cuda.is_initialized():  # to ask whether there is a GPU would keep forks of this process from using it
+        torch.cuda.empty_cache()
+    change = partial(_with_note, reason=reason[:200])
+    return begin_attempt(team, start.run, start.task, config, TrainRequest(True, {}, False), change=change)
 
 
 def _restarted(start: Start, number: int, reason: str) -> Start:
-    """Begin the next attempt after a failure, at the latest checkpoint and with the same plan."""
-    beat = start.run.progress()
+    """Begin the next attempt after a failure, at the latest checkpoint, with the same configuration and plan."""
+    run = start.run
+    plan = start.plan
+    beat = run.progress()
     last_step = beat.step if beat else 0
-    attempt, step = begin_again(start.run, start.config, start.plan)
+    announce(run.heartbeat_file, last_step, handing_over=True)  # the run is not lost
+    if run.keep_config(start.config):
+        warn(f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings")
+    point = resume_point(run, hold=True, report=warn)
+    step = point.step if point else 0
+    attempt = run.begin_attempt(plan.as_dict(), plan.placement, step)
     allowed = start.config.launch.max_restarts
     event = Restarted(number, allowed, attempt, step, max(0, last_step - step), reason)
     return replace(start, attempt=attempt, step=step, restarted=event)
@@ -170,8 +183,10 @@ def _with_note(plan: Plan, reason: str) -> Plan:
     return plan.model_copy(update={"notes": (*plan.notes, Note("out_of_memory", text, "warning"))})
 
 
-def _halved(start: Start, *, at_start: bool) -> RunConfig | None:
+def _halved(start: Start) -> RunConfig | None:
     """Halve the micro-batch of the configuration; ``None``: the settings do not ask for it, or it is not possible."""
+    beat = start.run.progress()
+    at_start = beat is None or beat.step - start.step < FIRST_STEPS
     config = start.config
     plan = start.plan
     size = plan.batch.batch_size
