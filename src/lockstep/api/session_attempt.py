@@ -74,8 +74,8 @@ def begin_attempt(
     if compares and not joined.world.is_main:  # rank 0 does it for the plan
         local_fingerprint = examined(datasets.train, skips=task._lockstep_data.on_bad_row == "skip")[0]
     complete = partial(of_session, schedule=prepared.schedule())
-    request = PlanRequest(run, task, config, joined.placement, datasets, is_resume=joined.is_resume, change=complete)
-    start = plan_together(joined.team, request)
+    request = PlanRequest(run, task, config, is_resume=joined.is_resume, change=complete)
+    start = plan_together(joined.team, request, joined.placement, datasets)
     plan = start.plan
     if compares:
         check_alike(local_fingerprint or plan.task.fingerprint, joined.collectives)

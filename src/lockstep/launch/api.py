@@ -14,7 +14,7 @@ from lockstep.hardware import World, read_world
 from lockstep.launch import run_claim
 from lockstep.launch.engines import node
 from lockstep.launch.meeting.membership import Team, meeting
-from lockstep.launch.meeting.preparation import Start, TrainRequest, begin_attempt, prepare_together
+from lockstep.launch.meeting.preparation import PlanRequest, Start, TrainRequest, begin_attempt, prepare_together
 from lockstep.launch.prepare import overrides_of, settle
 from lockstep.launch.rank import train_as_rank
 from lockstep.launch.start import train_with_retries
@@ -60,6 +60,6 @@ def resume(
     run_claim.refuse_running(run)
     config = run_claim.changed_config(run, overrides or {}, devices, task_is_given=task is not None)
     built = run_claim.task_again(run, config, task, is_named=True)
-    request = TrainRequest(True, overrides or {}, task is not None, accept_data, hold=not rescale_batch)
+    request = PlanRequest(run, built, config, accept_data=accept_data, hold=not rescale_batch)
     with run_claim.claimed(run), meeting(World(), config) as team:
-        return train_with_retries(team, begin_attempt(team, run, built, config, request))
+        return train_with_retries(team, begin_attempt(team, request))

@@ -21,7 +21,7 @@ from lockstep.launch.failure import records
 from lockstep.launch.failure.report import INTERRUPTED, keep_failure, own_failure
 from lockstep.launch.local.on_ranks import RankLimits, RanksStopped, run_on_ranks
 from lockstep.launch.meeting.membership import Team
-from lockstep.launch.meeting.preparation import Start, TrainRequest, begin_attempt
+from lockstep.launch.meeting.preparation import PlanRequest, Start, begin_attempt
 from lockstep.launch.process.signals import StopRequest
 from lockstep.launch.run_claim import warn
 from lockstep.planning import Plan
@@ -126,7 +126,7 @@ def _with_smaller_batch(team: Team, start: Start, config: RunConfig, reason: str
     if torch.cuda.is_initialized():  # to ask whether there is a GPU would keep forks of this process from using it
         torch.cuda.empty_cache()
     change = partial(_with_note, reason=reason[:200])
-    return begin_attempt(team, start.run, start.task, config, TrainRequest(True, {}, False), change=change)
+    return begin_attempt(team, PlanRequest(start.run, start.task, config, change=change))
 
 
 def _restarted(start: Start, number: int, reason: str) -> Start:

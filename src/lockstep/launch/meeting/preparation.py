@@ -49,7 +49,6 @@ class TrainRequest:
         given: settings that differ from the defaults.
         as_given: the task is the caller's object, not made from a name or class.
         accept_data: resume on other training data of the same length, too.
-        hold: keep the global batch of a run that is resumed.
         previous: of ranks that were started again.
     """
 
@@ -57,29 +56,28 @@ class TrainRequest:
     given: Mapping[str, Any]
     as_given: bool
     accept_data: bool = False
-    hold: bool = True
     previous: PreviousStart | None = None
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Inputs of a plan. ``accept_data`` and ``hold`` as in :class:`TrainRequest`.
+    """An attempt whose plan is still to be made.
 
     Attributes:
-        is_resume: the run has been trained before.
         new_id: of a run whose folder is still to be made.
+        is_resume: the run has been trained before.
+        accept_data: as in :class:`TrainRequest`.
+        hold: keep the global batch of a run that is resumed.
         change: completes the plan before it is recorded.
     """
 
     run: RunDir
     task: Task
     config: RunConfig
-    placement: Placement
-    datasets: Datasets
-    is_resume: bool
+    new_id: str | None = None
+    is_resume: bool = True
     accept_data: bool = False
     hold: bool = True
-    new_id: str | None = None
     change: Callable[[Plan], Plan] = lambda plan: plan
 
 
@@ -134,51 +132,26 @@ def prepare_together(
     agreed = agree_on_run(team, config, resume=request.resume, claim=claim, previous=request.previous)
     run = agreed.run
     if agreed.new_id is not None:
-        return begin_attempt(team, run, task, config, request, new_id=agreed.new_id)
+        return begin_attempt(team, PlanRequest(run, task, config, new_id=agreed.new_id, is_resume=False))
     changed = team.together(lambda: run_claim.changed_config(run, request.given))  # with this node's devices
     assert changed is not None
     config = changed
     task = run_claim.task_of_run(task, config, as_given=request.as_given)
-    start = begin_attempt(team, run, task, config, request)
+    start = begin_attempt(team, PlanRequest(run, task, config, accept_data=request.accept_data))
     restarted = _restarted(agreed.node_runs, config.launch.max_restarts, start)
     return replace(start, restarted=restarted if team.world.is_main else None)
 
 
-def begin_attempt(
-    team: Team,
-    run: RunDir,
-    task: Task,
-    config: RunConfig,
-    request: TrainRequest,
-    *,
-    new_id: str | None = None,
-    change: Callable[[Plan], Plan] = lambda plan: plan,
-) -> Start:
-    """Place the ranks, open the data, make the plan and record the attempt. Collective.
-
-    Args:
-        new_id: of a run whose folder is still to be made; ``None``: the run is resumed.
-        change: completes the plan before it is recorded.
-    """
-    team.together(lambda: check_sinks(config, run.path), here=team.world.is_main)
-    placement = place_together(team, config)
-    config = with_precision(config, placement)
+def begin_attempt(team: Team, request: PlanRequest) -> Start:
+    """Place the ranks, open the data, make the plan and record the attempt. Collective."""
+    task = request.task
+    team.together(lambda: check_sinks(request.config, request.run.path), here=team.world.is_main)
+    placement = place_together(team, request.config)
+    config = with_precision(request.config, placement)
     _prepare_data(team, task, config)
     datasets = team.together(lambda: open_datasets(task, config))
     assert datasets is not None
-    inputs = PlanRequest(
-        run,
-        task,
-        config,
-        placement,
-        datasets,
-        is_resume=new_id is None,
-        accept_data=request.accept_data,
-        hold=request.hold,
-        new_id=new_id,
-        change=change,
-    )
-    return plan_together(team, inputs)
+    return plan_together(team, replace(request, config=config), placement, datasets)
 
 
 def _restarted(node_runs: Sequence[NodeRun], allowed: int, start: Start) -> Restarted | None:
@@ -264,7 +237,7 @@ def _refuse_other_folders(team: Team, path: Path) -> None:
             probe.unlink(missing_ok=True)
 
 
-def plan_together(team: Team, request: PlanRequest) -> Start:
+def plan_together(team: Team, request: PlanRequest, placement: Placement, datasets: Datasets) -> Start:
     """Make the plan on rank 0, for all ranks, and record the attempt in the run folder. Collective."""
     run = request.run
     config = request.config
@@ -276,7 +249,7 @@ def plan_together(team: Team, request: PlanRequest) -> Start:
         warn = run_claim.warn
         if request.is_resume:
             point = resume_point(run, hold=request.hold, accept_data=request.accept_data, report=warn)
-        inputs = plan_for(request.task, config, request.placement, request.datasets, point)
+        inputs = plan_for(request.task, config, placement, datasets, point)
         plan = request.change(inputs.plan)
         step = point.step if point else 0
         if request.new_id is not None:
@@ -288,9 +261,8 @@ def plan_together(team: Team, request: PlanRequest) -> Start:
     made = team.collectives.broadcast(team.together(make, here=team.world.is_main))
     assert made is not None
     plan, attempt, step = made
-    local = plan.model_copy(update={"placement": {**plan.placement, "devices": list(request.placement.devices)}})
-    datasets = inputs.datasets if inputs else request.datasets
-    return Start(run, request.task, config, datasets, local, attempt, step)
+    local = plan.model_copy(update={"placement": {**plan.placement, "devices": list(placement.devices)}})
+    return Start(run, request.task, config, inputs.datasets if inputs else datasets, local, attempt, step)
 
 
 def place_together(team: Team, config: RunConfig) -> Placement:
