@@ -242,6 +242,22 @@ def test_a_barrier_on_one_rank_is_named_where_no_launcher_watches(tmp_path: Path
     assert str(run.run.read().error).startswith("rank 0 ")
 
 
+@pytest.mark.slow
+def test_a_hang_is_not_replaced_by_the_lost_connection_that_follows_it(tmp_path: Path) -> None:
+    arguments = (*QUIET, "--set", "task.fault=hook", "--set", "launch.hang_timeout_s=3")
+    with drive(tmp_path, *arguments, torchrun=True) as run:
+        run.wait_for_step(4)
+        other = rank_process(run, 1)
+        run.wait(lambda: "ends: rank 0 " in (run.run.logs / "rank-1.log").read_text())
+        other.kill()  # rank 0 loses its connection while it stays for the others
+        output = run.finish(1)
+    place = f"{faulty.__file__}:{line_of('lonely', 'dist.barrier()')} in "
+    error = str(run.run.read().error)
+    assert error.startswith("rank 0 ") and place in error
+    assert output.count("error: rank 0 ") == 1
+    assert "RuntimeError" not in output
+
+
 @pytest.mark.drill
 def test_a_stopped_rank_is_missed_where_no_launcher_watches(tmp_path: Path) -> None:
     arguments = (*SLOW, *SAVING, "--set", "task.pause_s=0.04", "--set", "launch.hang_timeout_s=6")
