@@ -93,7 +93,7 @@ def begin_attempt(
         plan=plan,
         number=start.attempt,
         sink=sink,
-        stop_signal=lambda: joined.stop.requested,
+        stop_signal=lambda: joined.supervision.stop.requested,
     )
     rank = ending.enter_context(join_ranks(attempt, ending))
     ending.callback(end_data, datasets)

@@ -19,9 +19,9 @@ from lockstep.errors import ConfigError, UnsupportedError, many
 from lockstep.hardware import Placement, World, read_world
 from lockstep.launch.meeting.membership import Team, meeting
 from lockstep.launch.meeting.preparation import agree_on_run, place_together
-from lockstep.launch.meeting.supervision import supervise
+from lockstep.launch.meeting.supervision import Supervision, supervise
 from lockstep.launch.prepare import placement_of
-from lockstep.launch.process.signals import Stopped, StopRequest
+from lockstep.launch.process.signals import Stopped
 from lockstep.launch.run_claim import create_folder, warn
 from lockstep.launch.session.started import Started, close_open_session, started
 from lockstep.rundir.folder import RunDir
@@ -81,7 +81,7 @@ class Joined:
     world: World
     placement: Placement
     team: Team
-    stop: StopRequest
+    supervision: Supervision
     is_resume: bool
     ending: ExitStack
 
@@ -118,8 +118,8 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
         run = agreed.run
         is_resume = agreed.new_id is None
         team.together(lambda: _new_folder(config, agreed.new_id), here=world.is_main and not is_resume)
-    stop = supervise(team, run, config, placement.as_dict(), started[0].rank if started else None, ending)
-    return Joined(run, world, placement, team, stop, is_resume, ending)
+    supervision = supervise(team, run, config, placement.as_dict(), started[0].rank if started else None, ending)
+    return Joined(run, world, placement, team, supervision, is_resume, ending)
 
 
 def _local_placement(config: RunConfig, world: World) -> Placement:

@@ -182,7 +182,7 @@ class Loop:
         """End the process after a checkpoint, if the ranks have agreed to. Raises :class:`Stopped`."""
         log = self._training.log if self._training else None
         if log is not None and log.ended_by not in (None, "completed"):
-            end_script(128 + (self._joined.stop.requested or 15) if log.ended_by == "signal" else 0)
+            end_script(128 + (self._joined.supervision.stop.requested or 15) if log.ended_by == "signal" else 0)
 
     def _end_epoch(self, row: dict[str, float]) -> None:
         training = self._training
@@ -418,6 +418,8 @@ class Loop:
 
     def _finish(self, error: BaseException | None) -> None:
         """Save, and record how the run ended. Collective without ``error``."""
+        if error is not None:
+            self._joined.supervision.on_error(error)
         training = self._training
         if training is None:
             run = self._joined.run_dir

@@ -29,6 +29,7 @@ def run_attempt(attempt: Attempt, task: Task, datasets: Datasets | None = None) 
                 log = fit.log
                 return fit.run()
         except BaseException as error:
+            attempt.on_error(error)
             record_failure(sink, log, error)
             raise
 

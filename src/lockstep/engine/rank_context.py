@@ -65,7 +65,10 @@ class RankContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """An attempt of a run as one of its ranks begins it; ``number`` counts from 1. See :class:`RankContext`."""
+    """An attempt of a run as one of its ranks begins it; ``number`` counts from 1. See :class:`RankContext`.
+
+    ``on_error``: called with an error before it is recorded; it ends the process where another report explains more.
+    """
 
     run_dir: RunDir
     world: World
@@ -74,6 +77,7 @@ class Attempt:
     number: int
     sink: Sink
     stop_signal: Callable[[], int | None]
+    on_error: Callable[[BaseException], None] = lambda error: None
 
 
 @contextmanager

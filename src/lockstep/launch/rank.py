@@ -48,7 +48,7 @@ def train_as_rank(
 
 def train(team: Team, start: Start, ending: ExitStack, launched: Rank | None = None) -> RunResult:
     """Train a prepared attempt as a rank of ``team``; ``ending`` ends the supervision. Collective."""
-    stop = supervise(team, start.run, start.config, start.plan.placement, launched, ending)
+    supervision = supervise(team, start.run, start.config, start.plan.placement, launched, ending)
     sink = standard_sinks(start.run, start.config, sys.stdout) if team.world.is_main else Fanout()
     if start.restarted is not None:
         sink.emit(start.restarted)
@@ -59,7 +59,8 @@ def train(team: Team, start: Start, ending: ExitStack, launched: Rank | None = N
         plan=start.plan,
         number=start.attempt,
         sink=sink,
-        stop_signal=lambda: stop.requested,
+        stop_signal=lambda: supervision.stop.requested,
+        on_error=supervision.on_error,
     )
     return run_attempt(attempt, start.task, start.datasets)
 

@@ -32,9 +32,9 @@ def stand_still(rank: int, size: int, logs: Path) -> dict[str, Any]:
         port = [store.port]
     dist.broadcast_object_list(port)
     store = store or dist.TCPStore("localhost", port[0], is_master=False)
-    reports: list[tuple[HangReport, bool]] = []
+    reports: list[HangReport] = []
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="torchrun")
-    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told), logs=logs)
+    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=reports.append, logs=logs)
     pulse.at(Activity.FIRST_STEP, 0)
     pulse.at(Activity.COMPUTING_METRICS if rank == 1 else Activity.HOOKS, 3)
     watchdog.start()
@@ -46,22 +46,23 @@ def stand_still(rank: int, size: int, logs: Path) -> dict[str, Any]:
     dist.barrier()
     watchdog.end()
     pulse.at(Activity.HOOKS)
-    alone = Watchdog(World(), None, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told), logs=logs)
+    alone = Watchdog(World(), None, timeout_s=TIMEOUT_S, hung=reports.append, logs=logs)
     alone.start()
     wait_for(reports, 2)
     alone.end()
-    (report, tells), by_itself = reports
+    report, by_itself = reports
     ranks = [at.model_dump() for at in report.ranks]
-    found = {"early": early, "tells": tells, "ranks": ranks, "alone": (by_itself[1], len(by_itself[0].ranks))}
-    found["states"] = states_with_rank_1_stopped(world, store, logs)
-    return found | {"holding": place_of_rank_1_that_holds_the_interpreter(world, store, logs)}
+    found = {"early": early, "by": report.by, "ranks": ranks, "alone": (by_itself.by, len(by_itself.ranks))}
+    found["states"] = states_with_rank_1_stopped(world, dist.PrefixStore("stopped", store), logs)
+    holding = place_of_rank_1_that_holds_the_interpreter(world, dist.PrefixStore("holding", store), logs)
+    return found | {"holding": holding}
 
 
 def place_of_rank_1_that_holds_the_interpreter(world: World, store: dist.Store, logs: Path) -> str:
     """As rank 0 sees it, soon after an activity of unknown length."""
-    reports: list[tuple[HangReport, bool]] = []
+    reports: list[HangReport] = []
     pulse.at(Activity.COMPUTING_METRICS, 4)
-    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told), logs=logs)
+    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=reports.append, logs=logs)
     watchdog.start()
     dist.barrier()
     pulse.at(Activity.HOOKS, 5)
@@ -73,14 +74,14 @@ def place_of_rank_1_that_holds_the_interpreter(world: World, store: dist.Store, 
             ctypes.PyDLL(None).sleep(int(PATIENCE_S))  # until it is asked for its stack
     dist.barrier()
     watchdog.end()
-    return reports[0][0].ranks[1].place if world.is_main else ""
+    return reports[0].ranks[1].place if world.is_main else ""
 
 
 def states_with_rank_1_stopped(world: World, store: dist.Store, logs: Path) -> list[str]:
     """As rank 0 sees them."""
-    reports: list[tuple[HangReport, bool]] = []
+    reports: list[HangReport] = []
     pulse.at(Activity.HOOKS, 4)
-    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=lambda *told: reports.append(told), logs=logs)
+    watchdog = Watchdog(world, store, timeout_s=TIMEOUT_S, hung=reports.append, logs=logs)
     watchdog.start()
     pids: list[int] = [0] * world.size
     dist.all_gather_object(pids, os.getpid())
@@ -90,10 +91,10 @@ def states_with_rank_1_stopped(world: World, store: dist.Store, logs: Path) -> l
         os.kill(pids[1], signal.SIGCONT)
     dist.barrier()
     watchdog.end()
-    return [at.state for at in reports[0][0].ranks] if world.is_main else []
+    return [at.state for at in reports[0].ranks] if world.is_main else []
 
 
-def wait_for(reports: list[tuple[HangReport, bool]], count: int = 1) -> None:
+def wait_for(reports: list[HangReport], count: int = 1) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while len(reports) < count and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -103,7 +104,7 @@ def wait_for(reports: list[tuple[HangReport, bool]], count: int = 1) -> None:
 def test_nobody_hangs_while_one_is_at_something_long_and_all_hang_when_none_moves(tmp_path: Path) -> None:
     outcomes = run_ranks(stand_still, 2, tmp_path)
     assert [outcome["early"] for outcome in outcomes] == [0, 0]
-    assert [outcome["tells"] for outcome in outcomes] == [True, False]
+    assert outcomes[0]["by"] == outcomes[1]["by"], "the ranks end with one report"
     assert outcomes[0]["states"] == ["running", "stopped"]
     assert " in place_of_rank_1_that_holds_the_interpreter" in outcomes[0]["holding"]
     for outcome in outcomes:
@@ -112,7 +113,7 @@ def test_nobody_hangs_while_one_is_at_something_long_and_all_hang_when_none_move
             assert (at["step"], at["doing"], at["state"]) == (3, "hooks and logging after step 3", "running")
             assert at["silent_s"] >= TIMEOUT_S
             assert " in wait_for" in at["place"]
-        assert outcome["alone"] == (True, 1)
+        assert outcome["alone"] == (0, 1)
 
 
 def test_the_stack_of_the_main_thread_begins_innermost() -> None:

@@ -82,10 +82,11 @@ def position(stack: Stack) -> dict[str, Any]:
 class HangReport(FileContent):
     """A hang of all ranks of a run. ``behind``: those that the others wait for; empty if that is not known.
 
-    ``setting``: whose time-out ``timeout_s`` is. After that of a collective call, ``ranks`` are those that were not in
-    it when another rank gave up.
+    ``by``: the rank that has made the report. ``setting``: whose time-out ``timeout_s`` is. After that of a collective
+    call, ``ranks`` are those that were not in it when another rank gave up.
     """
 
+    by: int = 0
     timeout_s: float
     ranks: tuple[Standstill, ...]
     setting: str = HANG_TIMEOUT

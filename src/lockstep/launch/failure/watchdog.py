@@ -1,9 +1,13 @@
 """Hangs: ranks that make no progress, whatever started them.
 
 A thread of each rank sends heartbeats with the rank's activity to the others, over the store. A rank that has made no
-progress for half the time-out reads those of the others. When no rank makes progress, each writes a report to its
-log, one prints the report (or each records it for its launcher), and the processes end. A rank whose collective call
-has expired asks the others for their stacks in the same way, and reports the one that it has waited for.
+progress for half the time-out reads those of the others. When no rank makes progress, the first to notice publishes its
+report in the store, and all ranks end with that one: each writes it to its log, the first prints it (or each records it
+for its launcher). A rank whose collective call has expired asks the others for their stacks in the same way, and
+reports the one that it has waited for.
+
+A rank that fails while there is such a report has lost the connection to one that has ended with it, so it ends with
+the report too, and its error is not recorded.
 
 The thread needs the interpreter: a rank whose native code keeps it, or that is stopped, sends no heartbeat, and the
 others report that. On the same machine they ask for its stack by a signal. When all ranks are in such code, none
@@ -83,7 +87,7 @@ class Watchdog(threading.Thread):
     """Checks this process's progress. Use :func:`watched`.
 
     ``store``: of the ranks, if there are several; used over a separate connection. ``hung``: called once, with the
-    report on all ranks, and whether this rank is to print it. ``logs``: the folder of the ranks' logs.
+    report on all ranks; it ends the process. ``logs``: the folder of the ranks' logs.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class Watchdog(threading.Thread):
         store: Store | None,
         *,
         timeout_s: float,
-        hung: Callable[[hang.HangReport, bool], None],
+        hung: Callable[[hang.HangReport], None],
         logs: Path,
     ) -> None:
         super().__init__(name="lockstep-watchdog", daemon=True)
@@ -132,18 +136,30 @@ class Watchdog(threading.Thread):
                 due_at = now + self.interval_s
                 report = self._check(now)
                 if report is not None and not self._has_ended:
-                    answering = [at.rank for at in report.ranks if at.state not in ("stopped", "unresponsive")]
-                    self._hung(report, min(answering) == self._world.rank)
+                    self._hung(report)
                     return
 
-    def places_after(self, timeout_s: float) -> hang.HangReport | None:
+    def report_after(self, error: Exception) -> hang.HangReport | None:
+        """Return the hang that ``error`` of this rank follows from; ``None``: none that is known."""
+        if self._store is None:
+            return None
+        store = self._store.clone()
+        with contextlib.suppress(RuntimeError):  # the store's process is gone
+            if (published := _published(store)) is not None:
+                return published
+        waited_s = _waited_s(error)
+        report = None if waited_s is None else self._report_after_waiting(store, waited_s)
+        if report is None or not report.behind:
+            return None
+        # A rank that has ended with an error does not stand still: its error says more.
+        failed = records.read_errors(self._logs)
+        return None if any(at.rank in failed for at in report.behind) else self._publish(store, report)
+
+    def _report_after_waiting(self, store: Any, timeout_s: float) -> hang.HangReport | None:
         """Return where the other ranks are, after this one has waited for them in a collective call for ``timeout_s``.
 
         ``None`` where none of them has begun to send heartbeats, where all have waited as long, or the store is gone.
         """
-        if self._store is None:
-            return None
-        store = self._store.clone()
         answers = dict[int, hang.Standstill]()
         until = time.monotonic() + _OTHERS_S
         peers = [rank for rank in range(self._world.size) if rank != self._world.rank]
@@ -160,7 +176,9 @@ class Watchdog(threading.Thread):
                 }
         if not answers:
             return None
-        return hang.HangReport(timeout_s=timeout_s, ranks=tuple(answers.values()), setting=hang.COLLECTIVE_TIMEOUT)
+        return hang.HangReport(
+            by=self._world.rank, timeout_s=timeout_s, ranks=tuple(answers.values()), setting=hang.COLLECTIVE_TIMEOUT
+        )
 
     def _check(self, now: float) -> hang.HangReport | None:
         pause = now - self._checked_at
@@ -173,22 +191,28 @@ class Watchdog(threading.Thread):
         if heartbeat.at.silent_s < self._timeout_s / 2:
             self._received = {}
             return None
+        if self._store is not None and (published := _published(self._store)) is not None:
+            return published
         # If each of many ranks read the heartbeats of all, the store would have to answer N² requests. So they begin
-        # one after the other, and the first one that knows enough publishes its report.
-        if self._store is not None and self._world.rank and self._world.size > _ALL_READ:
-            if self._store.check([_REPORT]):
-                return hang.HangReport.model_validate_json(self._store.get(_REPORT))
-            if heartbeat.at.silent_s < self._timeout_s / 2 + self._world.rank * self.interval_s:
-                return None
+        # one after the other.
+        turn_s = self._world.rank * self.interval_s if self._world.size > _ALL_READ else 0.0
+        if heartbeat.at.silent_s < self._timeout_s / 2 + turn_s:
+            return None
         ranks = {**self._others(now), self._world.rank: heartbeat}
         moving = [beat for beat in ranks.values() if beat.limit_s is None or beat.at.silent_s < beat.limit_s]
         if len(ranks) < self._world.size or moving:  # some have not begun
             return None
         places = tuple(self._place(beat) for _, beat in sorted(ranks.items()))
-        report = hang.HangReport(timeout_s=self._timeout_s, ranks=places)
-        if self._store is not None:
-            self._store.set(_REPORT, report.model_dump_json())
-        return report
+        report = hang.HangReport(by=self._world.rank, timeout_s=self._timeout_s, ranks=places)
+        return report if self._store is None else self._publish(self._store, report)
+
+    def _publish(self, store: Any, report: hang.HangReport) -> hang.HangReport:
+        """Make ``report`` that of all ranks, unless another rank was first; returns that of all."""
+        try:
+            text = store.compare_set(_REPORT, "", report.model_dump_json())
+        except RuntimeError:  # the store's process is gone
+            return report
+        return hang.HangReport.model_validate_json(text)
 
     def _place(self, beat: _Heartbeat) -> hang.Standstill:
         """Return where a rank is; one of this machine that has sent no stack is asked by a signal."""
@@ -242,6 +266,11 @@ def _key(rank: int) -> str:
     return f"lockstep/watchdog/{rank}"
 
 
+def _published(store: Any) -> hang.HangReport | None:
+    """Return the report that the first rank to notice a hang has published. Raises :class:`RuntimeError`: no store."""
+    return hang.HangReport.model_validate_json(store.get(_REPORT)) if store.check([_REPORT]) else None
+
+
 def main_stack() -> Stack:
     """Return the Python stack of this process's main thread, innermost call first."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -252,38 +281,48 @@ def main_stack() -> Stack:
 @contextmanager
 def watched(
     logs: Path, world: World, store: Store | None, *, timeout_s: float, run: RunDir | None = None
-) -> Iterator[None]:
+) -> Iterator[Callable[[BaseException], None]]:
     """End this process with exit code 1 when no rank has made progress in the body for ``timeout_s``.
 
-    It also ends when a collective call has expired and another rank reports its position.
-    It and its loader workers write their stacks to the rank's log on request.
+    It also ends when a collective call has expired and another rank reports its position. The body gets a function that
+    ends it if an error follows from either; to be called before an error is recorded.
+    This process and its loader workers write their stacks to the rank's log on request.
 
     Args:
         logs: the folder of the ranks' logs. A launcher reads the failure there, and prints it.
-        run: where no launcher of Lockstep does: one rank prints the failure, and rank 0 records it in the run.
+        run: where no launcher of Lockstep does: one rank prints the failure, and records it in the run.
     """
     terminal = os.dup(2)  # the rank's output may go to its log by then
     file = log_file(logs, world.rank)
     rank = world.rank
+    # Of the watchdog and the main thread, the first to know of a hang ends the process; the other waits for the end.
+    has_hung = threading.Lock()
 
-    def hung(report: hang.HangReport, prints: bool) -> NoReturn:
+    def hung(report: hang.HangReport) -> NoReturn:
+        has_hung.acquire()
         text = "\n".join([report.headline, report.table()])
         error = RankFailed(text, why=report.cause.title, fix=report.cause.advice)
         with contextlib.suppress(OSError), file.open("a", encoding="utf-8") as log:
             log.write(f"{MARK}rank {rank} ends: {error}\n{MARK}rank {rank}, all threads\n")
             log.flush()
             faulthandler.dump_traceback(log, all_threads=True)
+        if run is not None and report.by == rank:
+            with contextlib.suppress(OSError):
+                os.write(terminal, f"error: {error}\n".encode())
         with contextlib.suppress(LockstepError):  # the folder may be what failed
             if run is None:
                 records.record(logs, rank, error)
-            elif world.is_main or report.setting == hang.COLLECTIVE_TIMEOUT:  # rank 0 may be the one that is waited for
+            elif report.by == rank:
                 run.update(status="failed", error=str(error))
-        if run is not None and prints:
-            with contextlib.suppress(OSError):
-                os.write(terminal, f"error: {error}\n".encode())
-        if report.setting == hang.HANG_TIMEOUT and world.from_outside:
+        if world.from_outside:
             time.sleep(watchdog.interval_s + _OTHERS_S)
         leave(1)
+
+    def end_if_hung(error: BaseException) -> None:
+        report = watchdog.report_after(error) if isinstance(error, Exception) else None
+        if report is not None:
+            records.log_traceback(logs, rank, error)
+            hung(report)
 
     watchdog = Watchdog(world, store, timeout_s=timeout_s, hung=hung, logs=logs)
     before = pulse.is_watched
@@ -295,15 +334,9 @@ def watched(
                 log = inside.enter_context(file.open("a", encoding="utf-8"))
                 if signal.getsignal(SIGNAL) == signal.SIG_DFL:  # else the script that trains here uses it
                     inside.enter_context(stacks_on_request(log))
-            yield
+            yield end_if_hung
     except Exception as error:
-        waited_s = _waited_s(error)
-        report = None if waited_s is None else watchdog.places_after(waited_s)
-        failed = records.read_errors(logs)
-        # A rank that has ended with an error does not stand still: its error says more.
-        if report is not None and report.behind and not any(at.rank in failed for at in report.behind):
-            waiting = {at.rank for at in report.ranks} - {at.rank for at in report.behind} | {rank}
-            hung(report, min(waiting) == rank)
+        end_if_hung(error)
         raise
     finally:
         watchdog.end()

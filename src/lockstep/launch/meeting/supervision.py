@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config import RunConfig
@@ -15,6 +16,14 @@ from lockstep.launch.process.signals import StopRequest
 from lockstep.rundir.folder import RunDir
 
 
+@dataclass(frozen=True)
+class Supervision:
+    """How a rank is watched: its stop requests, and what to call with an error that ends it, before it is recorded."""
+
+    stop: StopRequest
+    on_error: Callable[[BaseException], None] = lambda error: None
+
+
 def supervise(
     team: Team,
     run: RunDir,
@@ -22,8 +31,8 @@ def supervise(
     placement: Mapping[str, Any],
     launched: Rank | None,
     ending: ExitStack,
-) -> StopRequest:
-    """Make the process group of ``placement``, and watch this rank; returns its stop requests.
+) -> Supervision:
+    """Make the process group of ``placement``, and watch this rank.
 
     Collective. ``ending`` ends the watch. ``launched``: of a rank that Lockstep's launcher has started.
     """
@@ -32,9 +41,10 @@ def supervise(
     use_backend(team, config, placement, run.logs)
     stop = launched.stop if launched is not None else ending.enter_context(StopRequest())
     if launched is None and not world.from_outside:
-        return stop
+        return Supervision(stop)
     record = run if launched is None else None
-    ending.enter_context(watched(run.logs, world, team.store, timeout_s=limits.hang_timeout_s, run=record))
+    watch = watched(run.logs, world, team.store, timeout_s=limits.hang_timeout_s, run=record)
+    end_if_hung = ending.enter_context(watch)
     if world.from_outside:
         ending.enter_context(rank_output(run.logs, world.rank))
-    return stop
+    return Supervision(stop, end_if_hung)
