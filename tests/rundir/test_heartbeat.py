@@ -142,7 +142,7 @@ def test_the_record_of_a_rank_is_its_progress() -> None:
     pulse.at(Activity.HOOKS, 5)
     pulse.at(Activity.STEP)
     with pulse.during(Activity.SAVING):
-        pulse.goes_on()
+        pulse.at(Activity.SAVING)
     assert pulse.sign == Sign(8, 5, Activity.STEP)
 
 

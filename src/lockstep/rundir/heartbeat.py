@@ -283,9 +283,6 @@ class Pulse:
             self.is_timed.set()
         self.activity = activity
 
-    def goes_on(self) -> None:
-        self.at(self.activity)
-
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
         """Set ``activity`` for the block, then the previous one; after an error it stays, for the failure report."""

@@ -169,17 +169,17 @@ class Mirror:
 
     def close(self, wait_s: float) -> bool:
         """Make a last pass and wait for it; whether all is at the mirror. A later request starts it again."""
-        self._closing.set()
-        self.request()
-        deadline = time.monotonic() + wait_s
-        thread = self._thread
-        assert thread is not None, "a request starts the thread"
-        thread.join(min(PROGRESS_S / 2, wait_s))
-        while thread.is_alive() and time.monotonic() < deadline:
-            pulse.goes_on()
-            problem = f" ({self.failure})" if self.failure else ""
-            self._report(f"mirror: {self._describe_unsent()} to copy to {self.url}{problem}")
-            thread.join(max(0.0, min(PROGRESS_S, deadline - time.monotonic())))
+        with pulse.during(Activity.MIRRORING):
+            self._closing.set()
+            self.request()
+            deadline = time.monotonic() + wait_s
+            thread = self._thread
+            assert thread is not None, "a request starts the thread"
+            thread.join(min(PROGRESS_S / 2, wait_s))
+            while thread.is_alive() and time.monotonic() < deadline:
+                problem = f" ({self.failure})" if self.failure else ""
+                self._report(f"mirror: {self._describe_unsent()} to copy to {self.url}{problem}")
+                thread.join(max(0.0, min(PROGRESS_S, deadline - time.monotonic())))
         if thread.is_alive():
             self._abandoned.set()
             self._wake.set()
@@ -437,5 +437,4 @@ class MirrorSink:
     def close(self) -> None:
         if self._is_started:
             self._is_started = False
-            with pulse.during(Activity.MIRRORING):
-                self._mirror.close(self._wait_s)
+            self._mirror.close(self._wait_s)

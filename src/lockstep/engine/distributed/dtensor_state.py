@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lockstep.arithmetic import ceil_div
 from lockstep.checkpoint.content import Pieces, Place, mark, walked
-from lockstep.rundir.heartbeat import pulse
 
 
 def gathered(state: Any, *, keep: bool) -> Any:
@@ -33,9 +32,7 @@ def gathered(state: Any, *, keep: bool) -> Any:
 def _whole(divided: DTensor) -> Tensor:
     """Gather a divided tensor. Collective: through the ranks' devices, even from host memory."""
     on_device = cast(DTensor, divided.detach().to(divided.device_mesh.device_type))
-    whole = on_device.full_tensor()
-    pulse.goes_on()
-    return whole
+    return on_device.full_tensor()
 
 
 def own_part(state: dict[str, Any], *, is_main: bool) -> dict[str, Any]:

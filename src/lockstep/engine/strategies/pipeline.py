@@ -35,7 +35,6 @@ from lockstep.engine.strategies.base import Replica, Strategy
 from lockstep.engine.strategies.reducers import Flags, Reduced, Reducer, step_sums
 from lockstep.engine.strategies.stages import Answer, Inputs, as_inputs, ask, inputs_of, shares, stages_of
 from lockstep.engine.task import Task
-from lockstep.rundir.heartbeat import pulse
 
 
 def divide(whole: Undivided) -> Divided:
@@ -133,7 +132,6 @@ class PipelineModel(Divided):
         merged = dict[int, Any]()
         for source in range(collectives.size):
             names, values = collectives.broadcast(local_part, source)
-            pulse.goes_on()
             if keep:
                 model |= names
                 merged |= values
