@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lockstep
 from lockstep.errors import CheckpointError, CollectiveError, DataError, LockstepError, RankFailed
 from lockstep.launch.failure import causes, records
 from lockstep.launch.failure import report as failure
@@ -20,6 +22,17 @@ from lockstep.launch.failure.causes import KEYS, find_cause, is_lost_peer
 from lockstep.launch.process.rank_log import MARK, last_lines, log_file
 from lockstep.rundir.folder import RunDir, write_json
 from tests.gloo import ROOT
+from tests.toys import Toy
+
+
+class Impatient(Toy):
+    """Somebody interrupts it twice in the third step."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        if self.context.is_training and self.context.step >= 2:
+            raise KeyboardInterrupt
+        return super().loss(model, batch)
+
 
 LOST_PEER = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:12345"
 
@@ -31,13 +44,14 @@ def caught(error: BaseException) -> BaseException:
         return raised
 
 
-def ended(rank: int, code: int, alive_at: float = 0.0, *, by_launcher: bool = False) -> dict[str, Any]:
-    times = {"alive_at": alive_at, "seen_at": alive_at + 0.1}
-    return {"rank": rank, "pid": 100 + rank, "code": code, "ended_by_launcher": by_launcher, **times}
+def ended(rank: int, code: int, at: float = 0.0, *, by_launcher: bool = False) -> records.RankEnd:
+    return records.RankEnd(rank=rank, pid=100 + rank, exit_code=code, time=at, ended_by_launcher=by_launcher)
 
 
-def write_launcher(run_dir: RunDir, *exits: dict[str, Any], error: str = "") -> None:
-    write_json(run_dir.logs / records.LAUNCHER_FILE, {"ranks": len(exits), "exits": list(exits), "error": error})
+def write_launcher(run_dir: RunDir, *ends: records.RankEnd, ranks: int = 0, **content: Any) -> None:
+    """What the launcher leaves: ``ends`` of ranks that have recorded none, and its own file."""
+    records.record_ends(run_dir.logs, ends)
+    write_json(run_dir.logs / records.LAUNCHER_FILE, {"ranks": ranks or len(ends), **content})
 
 
 def report_of(run_dir: RunDir) -> failure.FailureReport:
@@ -48,20 +62,32 @@ def report_of(run_dir: RunDir) -> failure.FailureReport:
 
 def test_no_failure(run_dir: RunDir) -> None:
     assert failure.read_failure(run_dir) is None
-    write_launcher(run_dir, ended(0, 0), ended(1, 143), ended(2, 130))
+    write_launcher(run_dir, ranks=3)
     assert failure.read_failure(run_dir) is None
 
 
 def test_the_first_in_time_is_the_cause(run_dir: RunDir) -> None:
     for rank in (2, 0, 1):
         records.record(run_dir.logs, rank, caught(ValueError(f"number {rank}")))
-    write_launcher(run_dir, *(ended(rank, 1) for rank in range(4)))
-    report = report_of(run_dir)
-    assert report.what == "rank 3 of 4 ended with exit code 1 without reporting an error"
     write_launcher(run_dir, *(ended(rank, 1) for rank in range(3)))
     report = report_of(run_dir)
     assert report.what == "rank 2 of 3 failed: ValueError: number 2"
     assert "2 other ranks ended because of it or after it (ranks 0, 1)." in report.format()
+    write_launcher(run_dir, *(ended(rank, 1) for rank in range(4)))
+    report = report_of(run_dir)
+    assert report.what == "rank 3 of 4 ended with exit code 1 without reporting an error"
+
+
+def test_what_fails_after_all_ranks_stood_still_is_a_consequence(run_dir: RunDir) -> None:
+    hang = caught(RankFailed("rank 0 has made no progress for 60 s", why="it is blocked there"))
+    write_launcher(run_dir, ended(2, -6, time.time() - 0.2), ranks=3)
+    records.record(run_dir.logs, 1, caught(ValueError("the connection is lost")))
+    records.record(run_dir.logs, 0, hang, hung_s=60.0)
+    report = report_of(run_dir)
+    assert (report.what, report.why) == ("rank 0 has made no progress for 60 s", "it is blocked there")
+    assert [end.rank for end in report.others] == [2, 1]
+    write_launcher(run_dir, ended(3, -9, time.time() - 61.0), ranks=4)
+    assert report_of(run_dir).what == "rank 3 of 4 was killed by signal 9 (SIGKILL)"
 
 
 def test_a_rank_that_missed_another_tells_more_than_a_lost_connection_and_less_than_an_own_error(
@@ -69,7 +95,7 @@ def test_a_rank_that_missed_another_tells_more_than_a_lost_connection_and_less_t
 ) -> None:
     records.record(run_dir.logs, 0, caught(RuntimeError(LOST_PEER)))
     records.record(run_dir.logs, 1, caught(CollectiveError("rank 2 did not reach barrier", why="last in sum")))
-    write_launcher(run_dir, ended(0, 1), ended(1, 1), ended(2, 0))
+    write_launcher(run_dir, ended(0, 1), ended(1, 1), ranks=3)
     report = report_of(run_dir)
     assert report.what == "rank 1 of 3 failed: lockstep.errors.CollectiveError: rank 2 did not reach barrier"
     assert report.why == "last in sum"
@@ -124,6 +150,19 @@ def test_a_failed_launcher(run_dir: RunDir) -> None:
     assert block.startswith("ImportError: no torch\n  Traceback")
 
 
+@pytest.mark.processes
+def test_an_interrupted_run_does_not_get_the_failure_of_an_earlier_attempt(tmp_path: Path) -> None:
+    settings = {"save_dir": str(tmp_path / "run"), "checkpoint": {"every_steps": 1}, "training": {"max_steps": 4}}
+    with pytest.raises(KeyboardInterrupt):
+        lockstep.train(Impatient, settings)
+    run = RunDir.open(tmp_path / "run")
+    assert run.read().error == "interrupted without a checkpoint"
+    write_launcher(run, ended(1, -9), ranks=2)
+    with pytest.raises(KeyboardInterrupt):
+        lockstep.train(Impatient, settings, resume=True)
+    assert run.read().error == "interrupted without a checkpoint"
+
+
 def test_clearing_forgets_an_earlier_start(run_dir: RunDir) -> None:
     records.record(run_dir.logs, 5, caught(ValueError("old")))
     write_launcher(run_dir, ended(5, 1))
@@ -133,7 +172,9 @@ def test_clearing_forgets_an_earlier_start(run_dir: RunDir) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["ranks", "exits", "x"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["ranks", "rank", "exit_code", "x"]), inner)
+    ),
     max_leaves=6,
 )
 
@@ -238,8 +279,7 @@ def test_every_known_cause_has_a_title_and_a_fix() -> None:
 
 
 def test_a_kill_while_the_kernel_killed_for_memory_is_told_as_that(run_dir: RunDir) -> None:
-    content = {"ranks": 1, "exits": [ended(0, -9)], "oom_kills": 1}
-    write_json(run_dir.logs / records.LAUNCHER_FILE, content)
+    write_launcher(run_dir, ended(0, -9), oom_kills=1)
     assert report_of(run_dir).cause == causes.OOM_KILLED
 
 

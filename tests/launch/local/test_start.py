@@ -35,7 +35,6 @@ def test_a_script_from_stdin_without_a_main_guard(caller: Caller) -> None:
     assert (code, err) == (0, "")
     assert out == "rank 0 of 2 speaks\ncode 0\n"  # rank 1 speaks to its log
     assert "rank 1 of 2 speaks" in (caller.run_dir.logs / "rank-1.log").read_text()
-    assert [end["code"] for end in caller.launcher()["exits"]] == [0, 0]
     assert read_failure(caller.run_dir) is None
     caller.assert_nobody_left()
 

@@ -80,7 +80,7 @@ def test_all_end_well(ranks: Ranks) -> None:
 def test_a_failure_ends_those_who_listen(ranks: Ranks) -> None:
     supervisor = run(ranks.supervise("import sys; sys.exit(1)", SLEEP, STOPPING))
     assert supervisor.phase == "failing"
-    assert {rank: end.code for rank, end in supervisor.exits.items()} == {0: 1, 1: -signal.SIGTERM, 2: 143}
+    assert {rank: end.exit_code for rank, end in supervisor.exits.items()} == {0: 1, 1: -signal.SIGTERM, 2: 143}
     assert [end.rank for end in supervisor.failed] == [0]
     assert (supervisor.exit_code, supervisor.may_restart) == (1, True)
 
@@ -88,7 +88,7 @@ def test_a_failure_ends_those_who_listen(ranks: Ranks) -> None:
 def test_a_failure_kills_those_who_do_not_listen(ranks: Ranks) -> None:
     supervisor = run(ranks.supervise("import os; os.kill(os.getpid(), 9)", DEAF, failure_grace_s=0.1))
     assert [(end.rank, end.ended_by_launcher) for end in supervisor.failed] == [(0, False)]
-    assert supervisor.exits[1].code == -signal.SIGKILL
+    assert supervisor.exits[1].exit_code == -signal.SIGKILL
     assert supervisor.exits[1].ended_by_launcher
 
 
@@ -170,4 +170,4 @@ def test_a_stop_spares_the_ranks_children_until_it_has_ended(ranks: Ranks, tmp_p
 def test_ends_are_bracketed_in_time(ranks: Ranks) -> None:
     begin = time.time()
     end = run(ranks.supervise("import sys; sys.exit(1)")).exits[0]
-    assert begin <= end.alive_at <= end.seen_at <= time.time()
+    assert begin <= end.time <= time.time()

@@ -240,23 +240,24 @@ def _failure(folder: RunDir, failures: Mapping[int, Any], otherwise: str) -> Loc
     ``failures``: of this node's ranks by number, as torch's agent has seen their processes end.
     """
     run = begun_run(folder)
-    recorded = records.read_errors(run.logs)
     with contextlib.suppress(LockstepError):  # the folder may be what failed
-        for rank, end in failures.items():
-            if rank not in recorded:  # it was killed
-                killed = records.RankError(
-                    rank=rank,
-                    host=socket.gethostname(),
-                    pid=end.pid,
-                    time=float(end.timestamp),
-                    exit_code=end.exitcode,
-                )
-                records.write(records.error_file(run.logs, rank), killed.model_dump())
+        records.record_ends(run.logs, (_end_of(rank, failure) for rank, failure in failures.items()))
     deadline = time.monotonic() + _REASON_S
     while _is_collateral(run) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     report = keep_failure(run, otherwise)
     return report.as_error() if report else RankFailed(otherwise)
+
+
+def _end_of(rank: int, failure: Any) -> records.RankEnd:
+    """Convert how torch's agent has seen the process of a rank end."""
+    return records.RankEnd(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=failure.pid,
+        time=float(failure.timestamp),
+        exit_code=failure.exitcode,
+    )
 
 
 def _is_collateral(run: RunDir) -> bool:

@@ -92,6 +92,11 @@ class HangReport(FileContent):
     setting: str = HANG_TIMEOUT
 
     @property
+    def hung_s(self) -> float | None:
+        """How long no rank has made progress; ``None`` after a collective call: others may have."""
+        return min(rank.silent_s for rank in self.ranks) if self.setting == HANG_TIMEOUT else None
+
+    @property
     def behind(self) -> tuple[Standstill, ...]:
         for apart in (
             [rank for rank in self.ranks if rank.state == "stopped"],

@@ -1,8 +1,9 @@
-"""Records of a start of all ranks in the run's ``logs/``; :mod:`lockstep.launch.failure.report` reads it.
+"""How the ranks of a start ended: ``rank-<r>.error.json`` in the run's ``logs/``, one kind of record.
 
-A rank that fails writes its error (``rank-<r>.error.json``); the launcher writes how each process ended
-(``launcher.json``), since one that is killed writes nothing; a rank's last output is in its log. Where the run
-folder cannot be written (full, read-only, removed), both go to a spare place, which the next launch empties.
+A rank that fails writes it. For one that ended without (a killed process writes nothing), the process that started it
+does. The launcher also writes what it knows of all ranks (``launcher.json``); a rank's last output is in its log. Where
+the run folder cannot be written (full, read-only, removed), all goes to a spare place, which the next launch empties.
+:mod:`lockstep.launch.failure.report` reads them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sysconfig
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,13 @@ _EXPLAIN_THEMSELVES = (StorageError.code, NonFiniteError.code, RanksDifferError.
 _SPEAK_FOR_ALL = (RankFailed.code, RankOutOfMemory.code)
 
 
-class RankError(FileContent):
-    """How one rank failed: ``rank-<r>.error.json``, or the launcher's knowledge of a rank that has left none.
+class RankEnd(FileContent):
+    """How one rank ended: ``rank-<r>.error.json``. Written by the rank, or by the process that saw it end.
 
     ``time``: the earliest that is possible, in seconds since the epoch. ``error``: a Lockstep error as
     :meth:`lockstep.errors.LockstepError.as_dict`. ``exit_code`` is negative for a signal. ``last_lines``: of its log.
+    ``is_hang``: the ranks have found that none of them makes progress. ``ended_by_launcher``: it was ended because of a
+    failure elsewhere, or killed after a stop.
     """
 
     rank: int
@@ -63,6 +67,7 @@ class RankError(FileContent):
     error: dict[str, str] | None = None
     exit_code: int = 1
     last_lines: tuple[str, ...] = ()
+    is_hang: bool = False
     ended_by_launcher: bool = False
 
     @property
@@ -94,7 +99,13 @@ class RankError(FileContent):
     @property
     def blames_another(self) -> bool:
         """Whether this rank missed another one, whose failure explains more if it recorded one."""
-        return self.error is not None and self.error["code"] in (CollectiveError.code, RankFailed.code)
+        is_of_another = self.error is not None and self.error["code"] in (CollectiveError.code, RankFailed.code)
+        return is_of_another and not self.is_hang
+
+    @property
+    def order(self) -> tuple[bool, bool, float, int]:
+        """The key by which the ranks of a start are sorted: the first has the cause, the others its consequences."""
+        return self.is_collateral, self.blames_another, self.time, self.rank
 
     def headline(self) -> str:
         if self.signal and not self.type:
@@ -106,21 +117,6 @@ class RankError(FileContent):
         return f"failed: {': '.join([self.type, *self.message.strip().splitlines()[:1]])}"
 
 
-class RankEnd(FileContent):
-    """How the launcher saw a rank end. ``code`` is negative for a signal; times are seconds since the epoch.
-
-    It ended between ``alive_at`` and ``seen_at``. ``ended_by_launcher``: it was ended because of a failure elsewhere,
-    or killed after a stop.
-    """
-
-    rank: int
-    pid: int | None = None
-    code: int
-    alive_at: float = 0.0
-    seen_at: float = 0.0
-    ended_by_launcher: bool = False
-
-
 class LauncherLog(FileContent):
     """The part of ``launcher.json`` that a report needs.
 
@@ -128,7 +124,6 @@ class LauncherLog(FileContent):
     """
 
     ranks: int | None = None
-    exits: tuple[RankEnd, ...] = ()
     error: str = ""
     may_restart: bool = False
     oom_kills: int = 0
@@ -141,16 +136,22 @@ def error_file(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.error.json"
 
 
-def record(logs: Path, rank: int, error: BaseException) -> None:
-    """Write ``rank-<r>.error.json``, elsewhere if need be. Raises :class:`~lockstep.errors.StorageError`."""
-    write(error_file(logs, rank), describe(rank, error).model_dump())
+def record(logs: Path, rank: int, error: BaseException, *, hung_s: float | None = None) -> None:
+    """Write ``rank-<r>.error.json``, elsewhere if need be. Raises :class:`~lockstep.errors.StorageError`.
+
+    ``hung_s``: how long no rank has made progress, if ``error`` says so: what has failed since then follows from it.
+    """
+    end = describe(rank, error)
+    if hung_s is not None:
+        end = end.model_copy(update={"is_hang": True, "time": end.time - hung_s})
+    write(error_file(logs, rank), end.model_dump())
 
 
-def describe(rank: int, error: BaseException) -> RankError:
+def describe(rank: int, error: BaseException) -> RankEnd:
     """Describe this process's failure as a record."""
     kind = type(error)
     exits = isinstance(error, SystemExit) and isinstance(error.code, int)
-    return RankError(
+    return RankEnd(
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -235,10 +236,21 @@ def read_launcher(run_dir: RunDir) -> LauncherLog:
     return next(filter(None, logs_read), LauncherLog())
 
 
-def read_errors(logs: Path) -> dict[int, RankError]:
-    """Return the failures that ranks recorded, by rank."""
-    errors = (RankError.read(path, _MAX_BYTES) for path in _find(logs, "rank-*.error.json"))
-    return {error.rank: error for error in errors if error is not None}
+def read_ends(logs: Path) -> dict[int, RankEnd]:
+    """Return the recorded failures by rank."""
+    ends = (RankEnd.read(path, _MAX_BYTES) for path in _find(logs, "rank-*.error.json"))
+    return {end.rank: end for end in ends if end is not None}
+
+
+def record_ends(logs: Path, ends: Iterable[RankEnd]) -> None:
+    """Record how ranks ended, as another process saw it, except for those that have recorded it themselves.
+
+    Raises :class:`~lockstep.errors.StorageError`.
+    """
+    recorded = read_ends(logs)
+    for end in ends:
+        if end.rank not in recorded:
+            write(error_file(logs, end.rank), end.model_dump())
 
 
 def write(path: Path, content: Any) -> None:

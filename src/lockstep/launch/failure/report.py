@@ -22,12 +22,9 @@ from lockstep.errors import (
 )
 from lockstep.launch.failure import records
 from lockstep.launch.failure.causes import OOM_KILLED, SMALLER, Cause, find_cause
-from lockstep.launch.failure.records import RankError
+from lockstep.launch.failure.records import RankEnd
 from lockstep.launch.process.rank_log import last_lines, log_file
-from lockstep.launch.process.signals import STOPPED
 from lockstep.rundir.folder import NCCL_DUMP, RunDir, or_else
-
-_NO_FAILURE = (0, *STOPPED)
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,8 @@ class FailureReport:
     """
 
     ranks: int
-    first: RankError | None
-    others: tuple[RankError, ...]
+    first: RankEnd | None
+    others: tuple[RankEnd, ...]
     cause: Cause | None
     launcher_error: str = ""
     nccl_records: str = ""
@@ -119,26 +116,14 @@ def error_of(content: Mapping[str, str]) -> LockstepError:
 def read_failure(run_dir: RunDir) -> FailureReport | None:
     """Return the report of the latest start in ``run_dir``; ``None`` when it did not fail."""
     launcher = records.read_launcher(run_dir)
-    failures = records.read_errors(run_dir.logs)
-    for end in launcher.exits:
-        if end.rank not in failures and end.code not in _NO_FAILURE:
-            failures[end.rank] = RankError(
-                rank=end.rank,
-                # A killed rank may be seen only after the ranks that missed it have written down theirs.
-                time=end.alive_at,
-                exit_code=end.code,
-                pid=end.pid,
-                ended_by_launcher=end.ended_by_launcher,
-            )
     ranks = [
-        error.model_copy(update={"rank": rank, "last_lines": last_lines(log_file(run_dir.logs, rank))})
-        for rank, error in failures.items()
-        if error.type or error.exit_code not in _NO_FAILURE
+        end.model_copy(update={"last_lines": last_lines(log_file(run_dir.logs, end.rank))})
+        for end in records.read_ends(run_dir.logs).values()
     ]
     nccl_records = _nccl_records(run_dir)
     if not launcher.error and all(rank.ended_by_launcher for rank in ranks):
         return None
-    ranks.sort(key=lambda rank: (rank.is_collateral, rank.blames_another, rank.time, rank.rank))
+    ranks.sort(key=lambda end: end.order)
     first = None
     if not ranks or (launcher.error and ranks[0].is_collateral):
         cause = find_cause(launcher.error)

@@ -152,7 +152,7 @@ class Watchdog(threading.Thread):
         if report is None or not report.behind:
             return None
         # A rank that has ended with an error does not stand still: its error says more.
-        failed = records.read_errors(self._logs)
+        failed = records.read_ends(self._logs)
         return None if any(at.rank in failed for at in report.behind) else self._publish(store, report)
 
     def _report_after_waiting(self, store: Any, timeout_s: float) -> hang.HangReport | None:
@@ -311,7 +311,7 @@ def watched(
                 os.write(terminal, f"error: {error}\n".encode())
         with contextlib.suppress(LockstepError):  # the folder may be what failed
             if run is None:
-                records.record(logs, rank, error)
+                records.record(logs, rank, error, hung_s=report.hung_s)
             elif report.by == rank:
                 run.update(status="failed", error=str(error))
         if world.from_outside:

@@ -94,7 +94,7 @@ class Supervisor:
     def failed(self) -> list[RankEnd]:
         """The ranks that failed, without those that the launcher ended."""
         orderly = _ORDERLY if self._stop_requested else (0, *signals.STOPPED)
-        return [end for end in self.exits.values() if not end.ended_by_launcher and end.code not in orderly]
+        return [end for end in self.exits.values() if not end.ended_by_launcher and end.exit_code not in orderly]
 
     @property
     def may_restart(self) -> bool:
@@ -106,10 +106,11 @@ class Supervisor:
         """The exit code for all ranks together, once all of them have ended."""
         if self.failed:
             # Wrong usage is never a consequence of another rank's failure, so it decides.
-            return UsageError.exit_code if any(end.code == UsageError.exit_code for end in self.failed) else 1
+            return UsageError.exit_code if any(end.exit_code == UsageError.exit_code for end in self.failed) else 1
         if self.forced:
             return 1
-        stopped = [signals.exit_code(-end.code) if end.code < 0 else end.code for end in self.exits.values()]
+        codes = [end.exit_code for end in self.exits.values()]
+        stopped = [signals.exit_code(-code) if code < 0 else code for code in codes]
         requested = self.stop_requested()
         return signals.exit_code(requested) if any(stopped) and requested is not None else max(stopped, default=0)
 
@@ -128,7 +129,7 @@ class Supervisor:
         elif self._stop_requested:
             if self._begin("stopping", now + self.stop_grace_s):
                 self.ask_to_stop()
-        elif any(end.code in signals.STOPPED for end in self.exits.values()):
+        elif any(end.exit_code in signals.STOPPED for end in self.exits.values()):
             # The ranks have agreed on a stop that one of them was asked for directly.
             self._begin("stopping", now + self.stop_grace_s)
         if self._deadline is not None and now > self._deadline:
@@ -180,8 +181,14 @@ class Supervisor:
                 _signal_group(pid, signal.SIGKILL)  # its loader workers, for example
             # An exit code other than a signal's is the rank's verdict, however late it comes.
             ended = ending and -code in (signal.SIGTERM, signal.SIGKILL)
+            # It may be seen only after the ranks that missed it have recorded theirs.
             self.exits[rank] = RankEnd(
-                rank=rank, pid=pid, code=code, ended_by_launcher=ended, alive_at=self._checked_at, seen_at=now
+                rank=rank,
+                host=socket.gethostname(),
+                pid=pid,
+                time=self._checked_at,
+                exit_code=code,
+                ended_by_launcher=ended,
             )
         self._checked_at = now
 
@@ -284,7 +291,6 @@ class Launch:
             "ranks": self.request.ranks,
             "starts": self.request.limits.restarts + 1,
             "pids": supervisor.pids,
-            "exits": [end.model_dump() for _, end in sorted(supervisor.exits.items())],
             "oom_kills": oom_kills() - self.oom_kills_before,
             "error": self.error,
             "may_restart": supervisor.may_restart and not self.error,
@@ -292,6 +298,13 @@ class Launch:
         }
         with contextlib.suppress(StorageError):
             records.write(self.run_dir.logs / records.LAUNCHER_FILE, content)
+
+    def end(self, exit_code: int) -> None:
+        """Complete ``launcher.json``, and record how the ranks ended that have failed."""
+        self.write(exit_code)
+        failed = [end for end in self.supervisor.exits.values() if end.exit_code not in (0, *signals.STOPPED)]
+        with contextlib.suppress(StorageError):
+            records.record_ends(self.run_dir.logs, failed)
 
 
 def main() -> int:
@@ -334,7 +347,7 @@ def main() -> int:
         launch.supervisor.kill()  # end every rank, however the launch ended
         with contextlib.suppress(LockstepError, KeyboardInterrupt):
             launch.supervisor.wait(_KILL_S)
-        launch.write(exit_code=code)
+        launch.end(exit_code=code)
     return code
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config import RunConfig
+from lockstep.launch.failure import records
 from lockstep.launch.failure.watchdog import watched
 from lockstep.launch.local.worker import Rank
 from lockstep.launch.meeting.membership import Team, use_backend
@@ -40,6 +42,9 @@ def supervise(
     limits = config.launch
     use_backend(team, config, placement, run.logs)
     stop = launched.stop if launched is not None else ending.enter_context(StopRequest())
+    if launched is None and world.is_main:
+        with contextlib.suppress(OSError):  # of an earlier attempt on another number of ranks
+            records.clear(run.logs)
     if launched is None and not world.from_outside:
         return Supervision(stop)
     record = run if launched is None else None
