@@ -259,15 +259,17 @@ def test_a_hang_is_not_replaced_by_the_lost_connection_that_follows_it(tmp_path:
 
 
 @pytest.mark.drill
-def test_a_stopped_rank_is_missed_where_no_launcher_watches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_missed_where_no_launcher_watches(tmp_path: Path, rank: int) -> None:
     arguments = (*SLOW, *SAVING, "--set", "task.pause_s=0.04", "--set", "launch.hang_timeout_s=6")
     with drive(tmp_path, *arguments, torchrun=True) as run:
         run.wait_for_step(4)
-        stopped = rank_process(run, 1)
+        stopped = rank_process(run, rank)
         stopped.send_signal(signal.SIGSTOP)
         output = run.finish(1)
-    assert re.search(r"^error: rank 1 .* heartbeat .* in step \d", output, re.MULTILINE)
-    assert "rank 1 (stopped): " in output
+    assert re.search(rf"^error: rank {rank} .* heartbeat .* in step \d", output, re.MULTILINE)
+    assert f"rank {rank} (stopped): " in output
+    assert str(run.run.read().error).startswith(f"rank {rank} ")
     run.resume()
 
 

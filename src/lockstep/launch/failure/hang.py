@@ -6,7 +6,6 @@ makes progress for some time, and the question is which rank the others wait for
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import psutil
@@ -18,8 +17,6 @@ from lockstep.rundir.heartbeat import Activity, Sign
 
 #: The first step may take this many times ``launch.hang_timeout_s``: caches are filled, libraries loaded.
 FIRST_STEP_FACTOR = 5
-#: After a longer pause between two checks this process had been stopped itself, and maybe the ranks too.
-OWN_PAUSE_S = 5.0
 _STATES = {psutil.STATUS_STOPPED: "stopped", psutil.STATUS_TRACING_STOP: "stopped", psutil.STATUS_DISK_SLEEP: "blocked"}
 
 
@@ -183,30 +180,14 @@ def waits_for_data(sign: Sign, stack: Stack) -> bool:
     return sign.activity is Activity.WAITING_FOR_DATA or any(frame.is_loader for frame in stack)
 
 
-def silence_limit_s(activity: Activity, timeout_s: float) -> float:
-    """Return seconds that a rank may go without progress in ``activity``; infinite if its length is unknown."""
+def silence_limit_s(activity: Activity, stack: Stack, timeout_s: float) -> float | None:
+    """Return seconds that a rank may go without progress in ``activity``; ``None``: its length is unknown."""
+    # Metrics may take any time to compute, but not to reduce.
+    if activity is Activity.COMPUTING_METRICS and stack and stack[0].is_collective:
+        return timeout_s
     if activity.is_untimed:
-        return math.inf
+        return None
     return timeout_s * (FIRST_STEP_FACTOR if activity is Activity.FIRST_STEP else 1)
-
-
-class Silence:
-    """How long this process has made no progress. ``now``: seconds on the clock of the checks."""
-
-    def __init__(self, now: float) -> None:
-        self._since = now
-        self._beats = -1
-
-    def update(self, sign: Sign, now: float) -> float:
-        """Take the process's newest sign; seconds without progress."""
-        if sign.beats != self._beats:
-            self._beats = sign.beats
-            self._since = now
-        return now - self._since
-
-    def pause(self, seconds: float) -> None:
-        """Do not count ``seconds`` in which the checking process had been stopped."""
-        self._since += seconds
 
 
 def process_state(pid: int) -> str:

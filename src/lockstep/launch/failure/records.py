@@ -77,6 +77,11 @@ class RankEnd(FileContent):
         return names.get(-self.exit_code, f"signal {-self.exit_code}") if self.exit_code < 0 else None
 
     @property
+    def text(self) -> str:
+        """Its error as ``type: message``; of a rank that has recorded none, the last lines of its log."""
+        return f"{self.type}: {self.message}" if self.type else "\n".join(self.last_lines)
+
+    @property
     def is_usage_error(self) -> bool:
         return self.error is not None and self.exit_code == UsageError.exit_code
 

@@ -116,26 +116,28 @@ def error_of(content: Mapping[str, str]) -> LockstepError:
 def read_failure(run_dir: RunDir) -> FailureReport | None:
     """Return the report of the latest start in ``run_dir``; ``None`` when it did not fail."""
     launcher = records.read_launcher(run_dir)
-    ranks = [
+    ends = [
         end.model_copy(update={"last_lines": last_lines(log_file(run_dir.logs, end.rank))})
         for end in records.read_ends(run_dir.logs).values()
     ]
-    nccl_records = _nccl_records(run_dir)
-    if not launcher.error and all(rank.ended_by_launcher for rank in ranks):
+    if not launcher.error and all(end.ended_by_launcher for end in ends):
         return None
-    ranks.sort(key=lambda end: end.order)
-    first = None
-    if not ranks or (launcher.error and ranks[0].is_collateral):
+    ends.sort(key=lambda end: end.order)
+    first = ends[0] if ends and not (launcher.error and ends[0].is_collateral) else None
+    if first is None:
         cause = find_cause(launcher.error)
+    elif first.signal == "SIGKILL" and launcher.oom_kills:
+        cause = OOM_KILLED
     else:
-        first = ranks[0]
-        text = f"{first.type}: {first.message}" if first.type else "\n".join(first.last_lines)
-        oom_killed = first.signal == "SIGKILL" and launcher.oom_kills
-        cause = OOM_KILLED if oom_killed else find_cause(text, first.signal)
-    later_failures = tuple(rank for rank in ranks if rank is not first)
-    number = launcher.ranks or len(ranks)
-    cause = _of_module(cause, run_dir)
-    return FailureReport(number, first, later_failures, cause, launcher.error, nccl_records=nccl_records)
+        cause = find_cause(first.text, first.signal)
+    return FailureReport(
+        ranks=launcher.ranks or len(ends),
+        first=first,
+        others=tuple(end for end in ends if end is not first),
+        cause=_of_module(cause, run_dir),
+        launcher_error=launcher.error,
+        nccl_records=_nccl_records(run_dir),
+    )
 
 
 def failure_line(run_dir: RunDir) -> str:
@@ -158,8 +160,7 @@ def own_failure(run_dir: RunDir, error: Exception) -> FailureReport | None:
         return None
     records.log_traceback(run_dir.logs, 0, error)
     failure = records.describe(0, error)
-    cause = _of_module(find_cause(f"{failure.type}: {failure.message}"), run_dir)
-    report = FailureReport(1, failure, (), cause)
+    report = FailureReport(ranks=1, first=failure, others=(), cause=_of_module(find_cause(failure.text), run_dir))
     _keep(run_dir, report.format())
     return report
 
@@ -199,7 +200,7 @@ def _keep(run_dir: RunDir, error: str) -> None:
 def task_failure(error: Exception) -> LockstepError | None:
     """Report an error before there was a run, in the user's code or at a limit of the system; else ``None``."""
     failure = records.describe(0, error)
-    message = f"{failure.type}: {failure.message}"
+    message = failure.text
     cause = find_cause(message)
     if records.involves_user_code(error):
         message += f"\n{textwrap.indent(failure.traceback.rstrip(), '  ')}"

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import math
 import os
 import signal
 import socket
@@ -51,7 +50,7 @@ from lockstep.launch.process.rank_log import (
 )
 from lockstep.rundir.files import FileContent
 from lockstep.rundir.folder import RunDir
-from lockstep.rundir.heartbeat import Activity, pulse
+from lockstep.rundir.heartbeat import pulse
 
 #: Heartbeats in ``hang_timeout_s``, with at least the interval between them.
 _BEATS_IN_TIMEOUT = 30
@@ -62,6 +61,8 @@ _INTERVAL_OF_RANK_S = 0.0005
 _ALL_READ = 64
 #: How long a rank stays, after the next check of the others, so that they find the hang and not the loss of a rank.
 _OTHERS_S = 5.0
+#: After a longer pause between two checks this process had been stopped itself, and maybe the other ranks too.
+_OWN_PAUSE_S = 5.0
 #: How often a rank looks whether another one asks for its stack, or whether it is to stop.
 _ASKED_INTERVAL_S = 0.5
 _ASKED = "lockstep/watchdog/asked"
@@ -114,8 +115,10 @@ class Watchdog(threading.Thread):
         self._sent = 0
         self._is_asked = False
         self._checked_at = time.monotonic()
-        self._silence = hang.Silence(self._checked_at)
+        self._moved_at = self._checked_at
+        self._beats = -1
         self._received: dict[int, tuple[int, float]] = {}
+        self._examined: Exception | None = None
 
     def end(self) -> None:
         """Stop checking."""
@@ -140,26 +143,36 @@ class Watchdog(threading.Thread):
                     return
 
     def report_after(self, error: Exception) -> hang.HangReport | None:
-        """Return the hang that ``error`` of this rank follows from; ``None``: none that is known."""
-        if self._store is None:
+        """Return the hang that ``error`` of this rank follows from; ``None``: none that is known, or asked before."""
+        if self._store is None or error is self._examined:
             return None
-        store = self._store.clone()
+        self._examined = error
+        reports = list[hang.HangReport | None]()
+        # The process with the store may be stopped, or its node unreachable: then it does not answer.
+        asking = threading.Thread(target=lambda: reports.append(self._find_report(error)), daemon=True)
+        with contextlib.suppress(RuntimeError):  # the limit of threads may be what failed
+            asking.start()
+            asking.join(2 * _OTHERS_S)
+        return reports[0] if reports else None
+
+    def _find_report(self, error: Exception) -> hang.HangReport | None:
         with contextlib.suppress(RuntimeError):  # the store's process is gone
-            if (published := _published(store)) is not None:
+            if (published := _published(self._store)) is not None:
                 return published
         waited_s = _waited_s(error)
-        report = None if waited_s is None else self._report_after_waiting(store, waited_s)
+        report = None if waited_s is None else self._report_after_waiting(waited_s)
         if report is None or not report.behind:
             return None
         # A rank that has ended with an error does not stand still: its error says more.
         failed = records.read_ends(self._logs)
-        return None if any(at.rank in failed for at in report.behind) else self._publish(store, report)
+        return None if any(at.rank in failed for at in report.behind) else self._publish(report)
 
-    def _report_after_waiting(self, store: Any, timeout_s: float) -> hang.HangReport | None:
+    def _report_after_waiting(self, timeout_s: float) -> hang.HangReport | None:
         """Return where the other ranks are, after this one has waited for them in a collective call for ``timeout_s``.
 
         ``None`` where none of them has begun to send heartbeats, where all have waited as long, or the store is gone.
         """
+        store = self._store
         answers = dict[int, hang.Standstill]()
         until = time.monotonic() + _OTHERS_S
         peers = [rank for rank in range(self._world.size) if rank != self._world.rank]
@@ -181,10 +194,10 @@ class Watchdog(threading.Thread):
         )
 
     def _check(self, now: float) -> hang.HangReport | None:
-        pause = now - self._checked_at
-        if pause > self.interval_s + hang.OWN_PAUSE_S:  # this process had been stopped, or its machine
-            self._silence.pause(pause)
+        pause_s = now - self._checked_at
         self._checked_at = now
+        if pause_s > self.interval_s + _OWN_PAUSE_S:  # this process had been stopped, or its machine
+            self._moved_at += pause_s
         heartbeat = self._own_heartbeat(now)
         if self._store is not None:
             self._store.set(_key(self._world.rank), heartbeat.model_dump_json())
@@ -204,12 +217,14 @@ class Watchdog(threading.Thread):
             return None
         places = tuple(self._place(beat) for _, beat in sorted(ranks.items()))
         report = hang.HangReport(by=self._world.rank, timeout_s=self._timeout_s, ranks=places)
-        return report if self._store is None else self._publish(self._store, report)
+        return self._publish(report)
 
-    def _publish(self, store: Any, report: hang.HangReport) -> hang.HangReport:
+    def _publish(self, report: hang.HangReport) -> hang.HangReport:
         """Make ``report`` that of all ranks, unless another rank was first; returns that of all."""
+        if self._store is None:
+            return report
         try:
-            text = store.compare_set(_REPORT, "", report.model_dump_json())
+            text = self._store.compare_set(_REPORT, "", report.model_dump_json())
         except RuntimeError:  # the store's process is gone
             return report
         return hang.HangReport.model_validate_json(text)
@@ -225,7 +240,10 @@ class Watchdog(threading.Thread):
 
     def _own_heartbeat(self, now: float) -> _Heartbeat:
         sign = pulse.sign
-        silent_s = self._silence.update(sign, now)
+        if sign.beats != self._beats:
+            self._beats = sign.beats
+            self._moved_at = now
+        silent_s = now - self._moved_at
         stack = main_stack() if silent_s >= self._timeout_s / 2 or self._is_asked else ()
         self._sent += 1
         node = self._host if self._world.nodes > 1 else ""
@@ -235,12 +253,8 @@ class Watchdog(threading.Thread):
         elif self._worker_place is None:  # asked once in a standstill
             self._worker_place = ask_workers(at.rank, self._logs)
         at = at.model_copy(update={"place": self._worker_place or at.place})
-        limit_s = hang.silence_limit_s(sign.activity, self._timeout_s)
-        # Metrics may take any time to compute, but not to reduce.
-        waits = sign.activity is Activity.COMPUTING_METRICS and bool(stack) and stack[0].is_collective
-        limit_s = self._timeout_s if waits else limit_s
-        limit = None if math.isinf(limit_s) else limit_s
-        return _Heartbeat(number=self._sent, limit_s=limit, at=at, host=self._host, pid=os.getpid())
+        limit_s = hang.silence_limit_s(sign.activity, stack, self._timeout_s)
+        return _Heartbeat(number=self._sent, limit_s=limit_s, at=at, host=self._host, pid=os.getpid())
 
     def _others(self, now: float) -> dict[int, _Heartbeat]:
         """Return the last heartbeat of each other rank that has begun, with the time since it was received."""
@@ -255,7 +269,7 @@ class Watchdog(threading.Thread):
                     self._received[rank] = (beat.number, now)
                 age = now - self._received[rank][1]
                 state = hang.process_state(beat.pid) if beat.host == self._host else "running"
-                if state == "running" and age > max(hang.OWN_PAUSE_S, 3 * self.interval_s):
+                if state == "running" and age > max(_OWN_PAUSE_S, 3 * self.interval_s):
                     state = "unresponsive" if beat.host == self._host else "stopped"
                 at = beat.at.model_copy(update={"silent_s": beat.at.silent_s + age, "state": state})
                 heartbeats[rank] = beat.model_copy(update={"at": at})
