@@ -307,27 +307,13 @@ def watched(
         run: where no launcher of Lockstep does: one rank prints the failure, and records it in the run.
     """
     terminal = os.dup(2)  # the rank's output may go to its log by then
-    file = log_file(logs, world.rank)
     rank = world.rank
     # Of the watchdog and the main thread, the first to know of a hang ends the process; the other waits for the end.
     has_hung = threading.Lock()
 
     def hung(report: hang.HangReport) -> NoReturn:
         has_hung.acquire()
-        text = "\n".join([report.headline, report.table()])
-        error = RankFailed(text, why=report.cause.title, fix=report.cause.advice)
-        with contextlib.suppress(OSError), file.open("a", encoding="utf-8") as log:
-            log.write(f"{MARK}rank {rank} ends: {error}\n{MARK}rank {rank}, all threads\n")
-            log.flush()
-            faulthandler.dump_traceback(log, all_threads=True)
-        if run is not None and report.by == rank:
-            with contextlib.suppress(OSError):
-                os.write(terminal, f"error: {error}\n".encode())
-        with contextlib.suppress(LockstepError):  # the folder may be what failed
-            if run is None:
-                records.record(logs, rank, error, hung_s=report.hung_s)
-            elif report.by == rank:
-                run.update(status="failed", error=str(error))
+        _tell(report, logs, rank, run, terminal)
         if world.from_outside:
             time.sleep(watchdog.interval_s + _OTHERS_S)
         leave(1)
@@ -345,7 +331,7 @@ def watched(
     try:
         with contextlib.ExitStack() as inside:
             with contextlib.suppress(OSError):  # this node may be unable to write the folder, and the run continues
-                log = inside.enter_context(file.open("a", encoding="utf-8"))
+                log = inside.enter_context(log_file(logs, rank).open("a", encoding="utf-8"))
                 if signal.getsignal(SIGNAL) == signal.SIG_DFL:  # else the script that trains here uses it
                     inside.enter_context(stacks_on_request(log))
             yield end_if_hung
@@ -356,6 +342,23 @@ def watched(
         watchdog.end()
         pulse.is_watched = before
         os.close(terminal)
+
+
+def _tell(report: hang.HangReport, logs: Path, rank: int, run: RunDir | None, terminal: int) -> None:
+    """Write a hang to the rank's log. Where there is no launcher that reads it, one rank prints and records it."""
+    text = "\n".join([report.headline, report.table()])
+    error = RankFailed(text, why=report.cause.title, fix=report.cause.advice)
+    with contextlib.suppress(OSError), log_file(logs, rank).open("a", encoding="utf-8") as log:
+        log.write(f"{MARK}rank {rank} ends: {error}\n{MARK}rank {rank}, all threads\n")
+        log.flush()
+        faulthandler.dump_traceback(log, all_threads=True)
+    with contextlib.suppress(LockstepError):  # the folder may be what failed
+        if run is None:
+            records.record(logs, rank, error, hung_s=report.hung_s)
+        elif report.by == rank:
+            with contextlib.suppress(OSError):
+                os.write(terminal, f"error: {error}\n".encode())
+            run.update(status="failed", error=str(error))
 
 
 def _waited_s(error: BaseException | None) -> float | None:
