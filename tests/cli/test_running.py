@@ -279,7 +279,8 @@ def test_stop_of_a_run_that_ends_at_that_moment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir.create(tmp_path / "run", RunConfig(), run_id="run-00000001", command=[])
-    code = "import sys; from pathlib import Path; from lockstep.rundir.folder import RunDir, Heartbeat\n"
+    code = "import sys; from pathlib import Path; from lockstep.rundir.folder import RunDir\n"
+    code += "from lockstep.rundir.heartbeat import Heartbeat\n"
     code += f"run = RunDir.open(Path({str(run.path)!r})); run.update(status='running'); "
     code += "Heartbeat().start(run.heartbeat_file, 3, 10); print('go', flush=True); sys.stdin.read()"
     kill = os.kill

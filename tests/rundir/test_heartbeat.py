@@ -16,8 +16,8 @@ import pytest
 
 from lockstep.config import RunConfig
 from lockstep.rundir import heartbeat as heartbeat_module
-from lockstep.rundir.folder import Beat, Heartbeat, RunDir
-from lockstep.rundir.heartbeat import Activity, Pulse, Sign, announce, read_beat
+from lockstep.rundir.folder import RunDir
+from lockstep.rundir.heartbeat import Activity, Beat, Heartbeat, Pulse, Sign, announce, read_beat
 
 
 @pytest.fixture
@@ -123,7 +123,8 @@ def test_stopping_twice_or_before_the_start_is_harmless(run: RunDir) -> None:
 
 def test_a_process_ends_although_nobody_stopped_its_heartbeat(run: RunDir) -> None:
     script = (
-        "import sys; from pathlib import Path; from lockstep.rundir.folder import Heartbeat, RunDir\n"
+        "import sys; from pathlib import Path\n"
+        "from lockstep.rundir.folder import RunDir; from lockstep.rundir.heartbeat import Heartbeat\n"
         "Heartbeat(0.01).start(RunDir.open(Path(sys.argv[1])).heartbeat_file)\n"
     )
     ended = subprocess.run([sys.executable, "-c", script, run.path], capture_output=True, text=True, timeout=60)

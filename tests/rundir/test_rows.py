@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 
 from lockstep.config import RunConfig
 from lockstep.errors import StorageError
-from lockstep.rundir.files import JsonLines, plain, read_jsonl
-from lockstep.rundir.folder import (
-    RunDir,
-    new_run_id,
-    read_json,
-    surviving,
-    write_json,
-)
+from lockstep.rundir.files import JsonLines, plain, read_json, read_jsonl, write_json
+from lockstep.rundir.folder import RunDir, new_run_id, surviving
 from tests.disks import small_disk
 from tests.rundir.runs import JSON_VALUES, ON_TMP_PATH, everything_in, make_run
 

@@ -20,12 +20,8 @@ from hypothesis import strategies as st
 from lockstep.config import dump, resolve
 from lockstep.errors import ConfigError, RunFolderError
 from lockstep.rundir import folder as rundir
-from lockstep.rundir.folder import (
-    RunDir,
-    new_run_id,
-    read_json,
-    write_json,
-)
+from lockstep.rundir.files import read_json, write_json
+from lockstep.rundir.folder import RunDir, new_run_id
 from lockstep.rundir.summary import compare, read_runs
 from tests.disks import make_read_only, small_disk
 from tests.rundir.runs import JSON_VALUES, ON_TMP_PATH, everything_in, make_run

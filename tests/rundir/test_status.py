@@ -13,19 +13,15 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import RunFolderError
-from lockstep.rundir.folder import (
-    RunDir,
-    RunRecord,
-    read_json,
-    write_json,
-)
+from lockstep.rundir.files import read_json, write_json
+from lockstep.rundir.folder import RunDir, RunRecord
 from tests.rundir.runs import make_run
 
 # Alive or lost.
 
 WAITER = (
     "import sys, time; from pathlib import Path; from lockstep.config import RunConfig\n"
-    "from lockstep.rundir.folder import Heartbeat, RunDir\n"
+    "from lockstep.rundir.folder import RunDir\nfrom lockstep.rundir.heartbeat import Heartbeat\n"
     "run = RunDir.create(Path(sys.argv[1]), RunConfig(), run_id='run-00000001', command=[])\n"
     "if sys.argv[2] == 'running':\n"
     "    run.update(status='running'); Heartbeat().start(run.heartbeat_file, 3, 10)\n"

@@ -21,7 +21,8 @@ from lockstep.errors import CheckpointError, LockstepError
 from lockstep.events import CheckpointSaved, Fanout, Note, Sink
 from lockstep.hardware.world import World
 from lockstep.planning import Plan
-from lockstep.rundir.folder import Heartbeat, RunDir
+from lockstep.rundir.folder import RunDir
+from lockstep.rundir.heartbeat import Heartbeat
 from lockstep.telemetry.sinks import monitored
 
 #: How long ranks wait for the slowest one's part to be on disk. A rank that died is noticed at once, and a rank that

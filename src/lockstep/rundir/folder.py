@@ -32,9 +32,7 @@ from lockstep.config.load import MAX_CONFIG_BYTES, parse_yaml
 from lockstep.errors import ConfigError, RunFolderError, StorageError
 from lockstep.rundir import files
 from lockstep.rundir.files import JsonLines, absolute, damaged, names_in, read_json, read_jsonl, write_json
-from lockstep.rundir.heartbeat import Beat, Heartbeat, announce, is_alive, read_beat
-
-__all__ = ["LIVE", "Beat", "Heartbeat", "RunDir", "RunRecord", "new_run_id", "read_json", "utc_now", "write_json"]
+from lockstep.rundir.heartbeat import Beat, announce, is_alive, read_beat
 
 #: Prefix of NCCL's dump after a collective timed out, in ``logs``; the rank follows.
 NCCL_DUMP = "nccl-rank-"

@@ -18,8 +18,8 @@ from lockstep import events
 from lockstep.config import RunConfig
 from lockstep.errors import StorageError, TaskError
 from lockstep.hardware.monitor import INTERVAL_S, Monitor, SystemSource
-from lockstep.rundir.files import JsonLines, make_folders, write_bytes
-from lockstep.rundir.folder import RunDir, utc_now, write_json
+from lockstep.rundir.files import JsonLines, make_folders, write_bytes, write_json
+from lockstep.rundir.folder import RunDir, utc_now
 from lockstep.rundir.mirror import MirrorSink, check_mirror
 from lockstep.telemetry.console import ConsoleSink
 from lockstep.telemetry.loggers import LOGGERS, is_wanted, loggers

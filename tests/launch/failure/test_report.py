@@ -20,7 +20,8 @@ from lockstep.launch.failure import causes, records
 from lockstep.launch.failure import report as failure
 from lockstep.launch.failure.causes import KEYS, find_cause, is_lost_peer
 from lockstep.launch.process.rank_log import MARK, last_lines, log_file
-from lockstep.rundir.folder import RunDir, write_json
+from lockstep.rundir.files import write_json
+from lockstep.rundir.folder import RunDir
 from tests.gloo import ROOT
 from tests.toys import Toy
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.launch.failure.report import failure_line
-from lockstep.rundir.folder import RunDir, read_json, write_json
+from lockstep.rundir.files import read_json, write_json
+from lockstep.rundir.folder import RunDir
 
 _BEGUN = "begun.json"
 

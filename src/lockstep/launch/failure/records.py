@@ -36,8 +36,8 @@ from lockstep.errors import (
 )
 from lockstep.launch.failure.causes import is_lost_peer
 from lockstep.launch.process.rank_log import MARK, log_file
-from lockstep.rundir.files import FileContent
-from lockstep.rundir.folder import NCCL_DUMP, RunDir, write_json
+from lockstep.rundir.files import FileContent, write_json
+from lockstep.rundir.folder import NCCL_DUMP, RunDir
 
 LAUNCHER_FILE = "launcher.json"
 

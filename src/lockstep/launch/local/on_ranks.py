@@ -29,7 +29,8 @@ from lockstep.launch.local.worker import RESULTS, pack_call, take_results
 from lockstep.launch.process.environment import LAUNCH_ID, for_launcher
 from lockstep.launch.process.rank_log import flush
 from lockstep.launch.process.signals import StopRequest, exit_code
-from lockstep.rundir.folder import RunDir, or_else, read_json, write_json
+from lockstep.rundir.files import read_json, write_json
+from lockstep.rundir.folder import RunDir, or_else
 
 DEFAULTS = RankLimits()
 #: How long the launcher may take to end after it has been asked to kill all ranks.
