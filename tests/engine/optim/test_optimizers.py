@@ -47,6 +47,21 @@ def test_they_learn_leave_norms_undecayed_and_resume_from_their_state(name: str)
     assert train(model, optimizer, 5) == train(other, resumed, 5) < first
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_take_the_step_of_float32_to_rounding(name: str, dtype: torch.dtype) -> None:
+    model = nn.Linear(64, 64).to(dtype)
+    optimizer = build_optimizer(OptimizerConfig(name=name), model, 0.1)
+    wide = copy.deepcopy(model).float()
+    reference = build_optimizer(OptimizerConfig(name=name), wide, 0.1)
+    for weight, other in zip(model.parameters(), wide.parameters(), strict=True):
+        weight.grad = torch.randn_like(weight)
+        other.grad = weight.grad.float()
+    optimizer.step()
+    reference.step()
+    torch.testing.assert_close(model.weight.float(), wide.weight.detach(), rtol=0.01, atol=0.01, check_dtype=False)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
