@@ -852,6 +852,31 @@ class Sparse(Tagger):
         return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
+@entry(
+    "nn.Embedding(max_norm=…)",
+    "optimizers",
+    refused={"many": "max_norm", "exact": "max_norm"},
+    remark="one device in fast mode; else shorten the rows in a hook",
+)
+class MaxNorm(Tagger):
+    def datasets(self) -> Datasets:
+        return Datasets(train=sentences())  # a forward pass of an evaluation would shorten rows, too
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(12, 8, max_norm=1.0), nn.Linear(8, 12))
+
+
+@entry(
+    "nn.Embedding(scale_grad_by_freq=True)",
+    "optimizers",
+    depends_on_cut=True,
+    remark="the frequencies are those of a micro-batch",
+)
+class ScaledByFrequency(Tagger):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(12, 8, scale_grad_by_freq=True), nn.Linear(8, 12))
+
+
 class _Sometimes(Backbone):
     """A branch that takes part only where a sample asks for it."""
 

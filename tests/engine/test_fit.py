@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import lockstep
 from lockstep import Callback, Datasets, Loss, Task
@@ -654,6 +655,39 @@ def test_a_scheduler_with_too_few_steps_is_refused_before_the_first_one(tmp_path
     with pytest.raises(TaskError, match=r"LambdaLR .*\b5\b") as caught:
         trained(tmp_path / "lambda", task=RunsOut())
     assert "IndexError" in caught.value.why
+
+
+class Late(Toy):
+    """Its first forward pass makes a parameter."""
+
+    class Net(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if not hasattr(self, "late"):
+                self.late = nn.Parameter(torch.ones(CLASSES))
+            return super().forward(inputs) * self.late
+
+    def model(self) -> nn.Module:
+        return self.Net(FEATURES, CLASSES)
+
+
+class Pruned(Toy):
+    """A callback replaces a weight by two others."""
+
+    class Prune(Callback):
+        def on_epoch_start(self, context: Any, model: nn.Module) -> None:
+            if context.epoch == 1:
+                prune.l1_unstructured(model[0], "weight", 0.5)
+
+    def callbacks(self) -> Sequence[Callback]:
+        return [self.Prune()]
+
+
+@pytest.mark.parametrize(("task", "name", "steps"), [(Late, "late", 1), (Pruned, "0.weight_mask", 2 * STEPS_PER_EPOCH)])
+def test_weights_that_no_resume_could_load_end_the_run(task: type[Task], name: str, steps: int, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=rf"gained .*\b{name}\b"):
+        attempt(task, tmp_path / "run", training={"epochs": 3, "batch_size": 16})
+    checkpoints = CheckpointStore(RunDir.open(tmp_path / "run").checkpoints)
+    assert checkpoints.step_of("last") == (None if steps == 1 else steps - STEPS_PER_EPOCH)
 
 
 class Half(Toy):

@@ -91,6 +91,7 @@ class TaskTraining(Training):
         self._task_hooks: Sequence[TaskHook] = ()
         #: The newest values of the task's hooks, by name.
         self._scalars: dict[str, float] = {}
+        self._first_step = self.state.step + 1
 
     def run(self) -> RunResult:
         """Train, save, and test the best weights."""
@@ -178,6 +179,8 @@ class TaskTraining(Training):
     def _finish_step(self, step: StepResult) -> None:
         """Sum the loss, average weights, call callbacks and hooks, and emit the row of a log interval."""
         parts = self._parts
+        if step.step == self._first_step:
+            self.check_names()
         if self._trace is not None:
             self._trace.after_update(step.window.requests, step.loss_total, step.loss_count)
         self.log.losses.add(step.loss_total, step.loss_count)

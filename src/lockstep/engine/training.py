@@ -20,6 +20,7 @@ from lockstep.engine.rank_context import RankContext
 from lockstep.engine.resume import frozen_names
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.strategies.base import Passes
+from lockstep.errors import TaskError
 from lockstep.rundir.heartbeat import Activity, pulse
 
 
@@ -45,6 +46,7 @@ class Training:
         self._updates = updates
         self._divides = rank.plan.strategy.divides
         self._compares = compares and not self._divides
+        self._names = passes.module.state_dict().keys()
         #: Step and epoch of the last checkpoint.
         self._saved_at = -1, -1
 
@@ -96,6 +98,20 @@ class Training:
         if self.rank.writer is not None:
             check_saveable(self._module.state_dict(), self._trainer_state())
 
+    def check_names(self) -> None:
+        """Raise :class:`TaskError` where the model has other weights than it began with: no resume could load them."""
+        names = self._module.state_dict()
+        gained = [name for name in names if name not in self._names]
+        lost = [name for name in self._names if name not in names]
+        listed = [f"{verb} {', '.join(some[:5])}" for verb, some in (("gained", gained), ("lost", lost)) if some]
+        if listed:
+            raise TaskError(
+                f"in training the model has {' and '.join(listed)}",
+                why="whatever makes the model again, such as a resume or an export, makes it without this change, and "
+                "could not load its checkpoints",
+                fix="make all parameters and buffers with the model; register a cache with persistent=False",
+            )
+
     def save(self, *, best: bool = False) -> None:
         """Compare buffers and weights of the ranks, and save, unless this step has been saved already. Collective."""
         rank = self.rank
@@ -103,6 +119,7 @@ class Training:
         if self._saved_at == position and not best:
             return
         self._saved_at = position
+        self.check_names()
         self.passes.buffers.check()
         if self._compares:
             check_agreement(self._module, [update.optimizer for update in self._updates], rank.collectives)

@@ -58,8 +58,16 @@ def refuse_closure(kind: type[Optimizer]) -> None:
         )
 
 
-def check_sparse(model: nn.Module, *, reduced: bool) -> None:
-    """Raise :class:`UnsupportedError` for sparse gradients that are ``reduced`` over ranks, or lanes in exact mode."""
+def check_embeddings(model: nn.Module, *, reduced: bool) -> None:
+    """Raise :class:`UnsupportedError` for embeddings that cannot be ``reduced`` over ranks, or lanes in exact mode."""
+    limited = [name for name, module in _embeddings(model) if module.max_norm is not None]
+    if limited and reduced:
+        raise UnsupportedError(
+            f"the max_norm of the embedding {limited[0]} is supported on one device in fast mode only",
+            why="each forward pass shortens the rows that it looks up, so the weights of ranks and lanes would differ",
+            fix="leave max_norm out, and shorten the rows after each step, in Task.hooks() or where session.step() has "
+            "returned True; or train on one device with reproducibility: fast",
+        )
     sparse = sparse_layers(model)
     if sparse and reduced:
         raise UnsupportedError(
@@ -71,8 +79,12 @@ def check_sparse(model: nn.Module, *, reduced: bool) -> None:
 
 def sparse_layers(model: nn.Module) -> list[str]:
     """Return names of embeddings whose gradients are sparse."""
+    return [name for name, module in _embeddings(model) if module.sparse]
+
+
+def _embeddings(model: nn.Module) -> list[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.sparse]
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def check_belongs(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:

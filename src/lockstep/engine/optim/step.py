@@ -206,7 +206,7 @@ def build_update(
         if optimizer is None:
             optimizer = optimizers.build_optimizer(config.optimizer, model, plan.schedule.base_lr)
     optimizers.check_optimizer(optimizer, model)
-    optimizers.check_sparse(model, reduced=not plan.strategy.one_process or plan.reproducibility == "exact")
+    optimizers.check_embeddings(model, reduced=not plan.strategy.one_process or plan.reproducibility == "exact")
     if type(task).scheduler is not Task.scheduler:
         for group in optimizer.param_groups:
             group["lr"] *= plan.schedule.scale

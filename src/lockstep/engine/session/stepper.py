@@ -14,7 +14,7 @@ from lockstep._compat import torch as _compat
 from lockstep._compat.torch import differ, foreach_mul_, guard_step, versions
 from lockstep.data.requests import BatchRequest
 from lockstep.engine.optim.averages import Averages
-from lockstep.engine.optim.optimizers import check_sparse
+from lockstep.engine.optim.optimizers import check_embeddings
 from lockstep.engine.optim.precision import Precision
 from lockstep.engine.optim.step import Update
 from lockstep.engine.rank_context import RankContext
@@ -423,14 +423,14 @@ def build_steppers(
     precision: SharedPrecision,
     shards: Shards | None,
 ) -> dict[str, SessionOptimizer]:
-    """By the names of the optimizers. Collective. Raises :class:`UnsupportedError`: sparse gradients on several ranks.
+    """By the names of the optimizers. Collective. Raises :class:`UnsupportedError`: embeddings that several ranks cannot train.
 
     The first one's update has the averages of all models.
     """
     module = prepared.container()
     several = rank.collectives.size > 1
     exact = rank.plan.reproducibility == "exact"
-    check_sparse(module, reduced=several or exact)
+    check_embeddings(module, reduced=several or exact)
     by_buckets = several and not exact and shards is None
     group = None
     if by_buckets:

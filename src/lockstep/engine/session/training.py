@@ -286,6 +286,8 @@ class SessionTraining(Training):
         self.window = None
         self._checked += 1
         self._bodies += len(window.requests)
+        if self._checked == 1:
+            self.check_names()
         if self._checked == CHECKED_WINDOWS:
             self._note_carried()
         for name, kind in self._beside.changed() if self._checked == CHECKED_WINDOWS else ():
