@@ -657,6 +657,33 @@ def test_a_scheduler_with_too_few_steps_is_refused_before_the_first_one(tmp_path
     assert "IndexError" in caught.value.why
 
 
+class Wide(Toy):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return super().loss(model, [batch[0].double(), batch[1]])
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        return super().evaluate(model, [batch[0].double(), batch[1]])
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_float64_as_the_default_of_torch_trains_in_float64(mode: str, tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        weights = [
+            attempt(
+                Wide,
+                tmp_path / str(parts),
+                training={"epochs": 1, "batch_size": 16 // parts, "accumulate": parts, "reproducibility": mode},
+            )[0]
+            for parts in (1, 2)
+        ]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, value in weights[0].items():
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-10, atol=1e-10)
+
+
 class Late(Toy):
     """Its first forward pass makes a parameter."""
 

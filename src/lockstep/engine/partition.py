@@ -91,7 +91,7 @@ def pick(tensors: Iterable[Tensor], places: Sequence[Tensor]) -> Tensor:
     chosen = (t.detach().reshape(-1)[at.to(t.device)] for t, at in zip(tensors, places, strict=True))
     # Of a complex number, the sum of its parts.
     real = (torch.view_as_real(values).sum(-1) if values.is_complex() else values for values in chosen)
-    return torch.cat([torch.empty(0), *(values.float().cpu() for values in real)])
+    return torch.cat([torch.empty(0, dtype=torch.float32), *(values.float().cpu() for values in real)])
 
 
 class Through(Task):

@@ -59,10 +59,10 @@ class Precision:
         self.is_full = autocast_type(kind) is None
         self._device = device
         self._pre_scale_value = pre_scale
-        self._pre_scale = self._seed = torch.tensor(pre_scale, device=device)
+        self._pre_scale = self._seed = torch.tensor(pre_scale, dtype=torch.float32, device=device)
         self._scale: Tensor | None = None
         if PRECISIONS[kind].scales_loss:
-            self._scale = torch.tensor(2.0**16, device=device)
+            self._scale = torch.tensor(2.0**16, dtype=torch.float32, device=device)
             self._good_steps = torch.tensor(0, dtype=torch.int32, device=device)
             self._seed = self._pre_scale * self._scale
 

@@ -108,8 +108,8 @@ class Update:
         self._on_host = device.type == "cpu"
         self._step = AdamKernel(optimizer)
         self._fused = takes_found_inf(optimizer)
-        self._found_inf = torch.zeros((), device=device)
-        self._skipped = torch.zeros((), device=device)
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self._skipped = torch.zeros((), dtype=torch.float32, device=device)
         self._factor = torch.zeros((), dtype=torch.float64, device=device)
         self.grad_norm: Tensor | float | None = None
         self.waits_for: torch.cuda.Event | None = None
