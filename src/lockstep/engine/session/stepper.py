@@ -423,7 +423,7 @@ def build_steppers(
     precision: SharedPrecision,
     shards: Shards | None,
 ) -> dict[str, SessionOptimizer]:
-    """By the names of the optimizers. Collective. Raises :class:`UnsupportedError`: embeddings that several ranks cannot train.
+    """Return them by name. Collective. Raises :class:`UnsupportedError`: an embedding that several ranks cannot train.
 
     The first one's update has the averages of all models.
     """
