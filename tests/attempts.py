@@ -65,7 +65,7 @@ def attempt(
     attempt = Attempt(
         run_dir=run, world=world, config=config, plan=plan, number=number, sink=sink, stop_signal=lambda: None
     )
-    run_attempt(attempt, settle(task, config)[0])
+    run_attempt(attempt, settle(task, config.model_dump(mode="json"))[0])
     store = CheckpointStore(run.checkpoints)
     return dict(store.load(store.step_of("last") or 0).model), heard.events
 

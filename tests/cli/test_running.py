@@ -293,7 +293,7 @@ def test_stop_of_a_run_that_ends_at_that_moment(
             process.wait()
             kill(pid, number)
 
-        monkeypatch.setattr("lockstep.launch.stop.os.kill", too_late)
+        monkeypatch.setattr("lockstep.launch.api.os.kill", too_late)
         assert main(["stop", str(run.path)]) == 0
     assert capsys.readouterr().out == "run-00000001: lost\n"
 

@@ -48,7 +48,7 @@ def test_a_run_without_a_checkpoint_holds_its_global_batch_on_other_devices(
 ) -> None:
     run, first = stopped_at_once(tmp_path / "run")
     on_one = changed_config(run, {"hardware": {"selected_devices": ["cpu"]}})
-    plan = prepare(Toy, on_one, resume=resume_point(run, hold=hold, report=pytest.fail)).plan
+    plan = prepare(Toy, on_one.model_dump(mode="json"), resume=resume_point(run, hold=hold, report=pytest.fail)).plan
     assert first.plan.batch.global_batch == 32 and plan.batch.global_batch == expected
     assert plan.order == first.plan.order
     assert plan.total_steps == 2 * -(-200 // expected)
@@ -93,7 +93,7 @@ def test_a_run_without_a_checkpoint_begins_where_it_began(tmp_path: Path) -> Non
     run, first = stopped_at_once(tmp_path / "run", debug={"start_position": 64})
     point = resume_point(run, hold=True, report=pytest.fail)
     assert point is not None and (point.step, point.epoch, point.position) == (0, 0, 64)
-    assert prepare(Toy, run.config(), resume=point).plan.total_steps == first.plan.total_steps
+    assert prepare(Toy, run.config().model_dump(mode="json"), resume=point).plan.total_steps == first.plan.total_steps
 
 
 def test_a_run_without_a_plan_holds_nothing(tmp_path: Path) -> None:

@@ -286,6 +286,6 @@ class Run:
         Raises:
             RunFolderError: it is not running on this host, or has not ended after ``timeout`` seconds.
         """
-        from lockstep.launch.stop import stop
+        from lockstep.launch import api as launch
 
-        return stop(self._dir, timeout)
+        return launch.stop(self._dir, timeout)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from lockstep.config import RunConfig
 from lockstep.engine.state import RunResult
 from lockstep.engine.task import Task
 from lockstep.hardware import World, read_world
@@ -15,26 +14,20 @@ from lockstep.launch import run_claim
 from lockstep.launch.engines import node
 from lockstep.launch.meeting.membership import Team, meeting
 from lockstep.launch.meeting.preparation import PlanRequest, Start, TrainRequest, begin_attempt, prepare_together
-from lockstep.launch.prepare import overrides_of, settle
+from lockstep.launch.prepare import settle
 from lockstep.launch.rank import train_as_rank
 from lockstep.launch.start import train_with_retries
+from lockstep.launch.stop import stop as stop
 from lockstep.rundir.folder import RunDir
 
 
 def train(
-    task: Task | type[Task] | str | None = None,
-    config: RunConfig | Mapping[str, Any] | None = None,
-    *,
-    resume: bool = False,
-    accept_data: bool = False,
+    task: Task | type[Task] | str, given: Mapping[str, Any], *, resume: bool = False, accept_data: bool = False
 ) -> RunResult:
-    """Train ``task`` with ``config``, nested settings that differ from the defaults; see :func:`lockstep.train`.
-
-    Without ``task`` it is ``config.task``.
-    """
+    """Train ``task`` with ``given``, nested settings that differ from the defaults; see :func:`lockstep.train`."""
     world = read_world(os.environ)
-    built, whole = settle(task, config)
-    request = TrainRequest(resume, overrides_of(config), isinstance(task, Task), accept_data)
+    built, whole = settle(task, given)
+    request = TrainRequest(resume, given, isinstance(task, Task), accept_data)
 
     def prepare(team: Team, claim: ExitStack) -> Start:
         return prepare_together(team, built, whole, request, claim)

@@ -5,28 +5,24 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from lockstep.config import RunConfig
-from lockstep.engine.resume import resume_point
 from lockstep.engine.state import RunResult
 from lockstep.errors import LockstepError, RankOutOfMemory
-from lockstep.events import Note, Restarted
+from lockstep.events import Note
 from lockstep.launch import rank
 from lockstep.launch.failure import records
 from lockstep.launch.failure.report import INTERRUPTED, keep_failure, own_failure
 from lockstep.launch.local.on_ranks import RankLimits, RanksStopped, run_on_ranks
 from lockstep.launch.meeting.membership import Team
-from lockstep.launch.meeting.preparation import PlanRequest, Start, begin_attempt
+from lockstep.launch.meeting.preparation import PlanRequest, Start, begin_again, begin_attempt
 from lockstep.launch.process.signals import StopRequest
-from lockstep.launch.run_claim import warn
 from lockstep.planning import Plan
 from lockstep.rundir.folder import RunDir
-from lockstep.rundir.heartbeat import announce
 from lockstep.tasks.registry import pack_task
 
 T = TypeVar("T")
@@ -118,7 +114,7 @@ def _with_retries(team: Team, start: Start, train: Callable[[Start, int], T], ma
                 start = _with_smaller_batch(team, start, smaller, reason)
             else:
                 restarts += 1
-                start = _restarted(start, restarts, reason)
+                start = begin_again(start, restarts, reason)
 
 
 def _with_smaller_batch(team: Team, start: Start, config: RunConfig, reason: str) -> Start:
@@ -127,23 +123,6 @@ def _with_smaller_batch(team: Team, start: Start, config: RunConfig, reason: str
         torch.cuda.empty_cache()
     change = partial(_with_note, reason=reason[:200])
     return begin_attempt(team, PlanRequest(start.run, start.task, config, change=change))
-
-
-def _restarted(start: Start, number: int, reason: str) -> Start:
-    """Begin the next attempt after a failure, at the latest checkpoint, with the same configuration and plan."""
-    run = start.run
-    plan = start.plan
-    beat = run.progress()
-    last_step = beat.step if beat else 0
-    announce(run.heartbeat_file, last_step, handing_over=True)  # the run is not lost
-    if run.keep_config(start.config):
-        warn(f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings")
-    point = resume_point(run, hold=True, report=warn)
-    step = point.step if point else 0
-    attempt = run.begin_attempt(plan.as_dict(), plan.placement, step)
-    allowed = start.config.launch.max_restarts
-    event = Restarted(number, allowed, attempt, step, max(0, last_step - step), reason)
-    return replace(start, attempt=attempt, step=step, restarted=event)
 
 
 def rank_limits(config: RunConfig, threads: int, restarts: int = 0) -> RankLimits:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config import RunConfig
 from lockstep.engine.task import Task
 from lockstep.errors import UnsupportedError, UsageError
 from lockstep.hardware.world import read_world
@@ -38,7 +37,7 @@ _NAMED = 5
 
 def verify(
     task: Task | type[Task] | str,
-    config: RunConfig | Mapping[str, Any] | None = None,
+    given: Mapping[str, Any],
     *,
     steps: int = 24,
     eval_batches: int = 8,
@@ -50,7 +49,7 @@ def verify(
     The effect of rounding is measured on one device, with the samples of each micro-batch in other orders.
     Each run is a complete run of Lockstep, with the user's strategy, loader and precision, in a temporary folder.
 
-    See :func:`lockstep.verify`.
+    See :func:`lockstep.verify`. ``given``: nested settings that differ from the defaults.
     """
     if read_world(os.environ).from_outside:
         fix = "start it without torchrun or srun"
@@ -59,7 +58,7 @@ def verify(
         )
     if steps < 1:
         raise UsageError(f"invalid value for --steps: {steps}", fix="use at least 1; the default is 24")
-    prepared = prepare(task, native_settings(task, config))
+    prepared = prepare(task, native_settings(task, given))
     plan = prepared.plan
     if len(plan.placement["devices"]) < 2:
         raise UsageError(

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.api.settings import mapping_of
 from lockstep.config import RunConfig
 from lockstep.engine.task import Task
 from lockstep.lab.bench.batch_size import bench_batch_size
 from lockstep.lab.bench.report import BenchReport, write_report
 from lockstep.lab.bench.step import bench_step
 from lockstep.lab.bench.trials import Subject
-from lockstep.launch.prepare import overrides_of
 
 
 class PerformanceProfiler:
@@ -41,7 +41,7 @@ class PerformanceProfiler:
         steps: int = 30,
         warm_up: int = 5,
     ) -> None:
-        self._subject = Subject(task, overrides_of(config))
+        self._subject = Subject(task, mapping_of(config, {}))
         self._steps = steps
         self._warm_up = warm_up
         self.reports: list[BenchReport] = []

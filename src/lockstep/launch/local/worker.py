@@ -63,9 +63,7 @@ def main(folder: Path, call: bytes) -> int:
     The process ends at once. After a failure, exit handlers may wait for ranks that wait for this one; after a
     success, native threads of torch that still run must not turn it into a crash.
     """
-    launcher = os.environ.get(environment.LAUNCHER_PID)
-    if launcher is not None:  # this process ends with it
-        parent_death.die_with_parent(int(launcher))
+    parent_death.die_with_parent(int(os.environ[environment.LAUNCHER_PID]))
     stop = signals.StopRequest().install()
     signals.accept()
     environment.restore_sys_path(os.environ)
@@ -92,8 +90,7 @@ def _run(rank: Rank, call: bytes) -> int:
     number = rank.world.rank
     try:
         records.error_file(logs, number).unlink(missing_ok=True)
-        if environment.LAUNCHER_PID in os.environ:
-            parent_death.watch_pipe(parent_death.take_lifeline())
+        parent_death.watch_pipe(parent_death.take_lifeline())
         with rank_output(logs, number), log_file(logs, number).open("a", encoding="utf-8") as log:
             for stream in (sys.stdout, sys.stderr):
                 if hasattr(stream, "reconfigure"):

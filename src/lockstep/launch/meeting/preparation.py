@@ -26,6 +26,7 @@ from lockstep.launch.prepare import RunInputs, placement_of, plan_for, with_prec
 from lockstep.planning import Plan
 from lockstep.rundir.files import absolute, storing
 from lockstep.rundir.folder import RunDir, new_run_id
+from lockstep.rundir.heartbeat import announce
 from lockstep.telemetry.sinks import check_sinks
 
 
@@ -263,6 +264,25 @@ def plan_together(team: Team, request: PlanRequest, placement: Placement, datase
     plan, attempt, step = made
     local = plan.model_copy(update={"placement": {**plan.placement, "devices": list(placement.devices)}})
     return Start(run, request.task, config, inputs.datasets if inputs else datasets, local, attempt, step)
+
+
+def begin_again(start: Start, number: int, reason: str) -> Start:
+    """Begin the next attempt after failure ``number``, at the latest checkpoint, with the same plan."""
+    run = start.run
+    plan = start.plan
+    beat = run.progress()
+    last_step = beat.step if beat else 0
+    announce(run.heartbeat_file, last_step, handing_over=True)  # the run is not lost
+    if run.keep_config(start.config):
+        run_claim.warn(
+            f"{run.config_file} was edited while the run trained; it is as it was: a restart keeps the settings"
+        )
+    point = resume_point(run, hold=True, report=run_claim.warn)
+    step = point.step if point else 0
+    attempt = run.begin_attempt(plan.as_dict(), plan.placement, step)
+    allowed = start.config.launch.max_restarts
+    event = Restarted(number, allowed, attempt, step, max(0, last_step - step), reason)
+    return replace(start, attempt=attempt, step=step, restarted=event)
 
 
 def place_together(team: Team, config: RunConfig) -> Placement:
