@@ -22,12 +22,12 @@ from lockstep.rundir.folder import RunDir
 
 
 def train(
-    task: Task | type[Task] | str, given: Mapping[str, Any], *, resume: bool = False, accept_data: bool = False
+    task: Task | type[Task] | str, overrides: Mapping[str, Any], *, resume: bool = False, accept_data: bool = False
 ) -> RunResult:
-    """Train ``task`` with ``given``, nested settings that differ from the defaults; see :func:`lockstep.train`."""
+    """Train ``task`` with ``overrides``, nested settings that differ from the defaults; see :func:`lockstep.train`."""
     world = read_world(os.environ)
-    built, whole = settle(task, given)
-    request = TrainRequest(resume, given, isinstance(task, Task), accept_data)
+    built, whole = settle(task, overrides)
+    request = TrainRequest(resume, overrides, isinstance(task, Task), accept_data)
 
     def prepare(team: Team, claim: ExitStack) -> Start:
         return prepare_together(team, built, whole, request, claim)

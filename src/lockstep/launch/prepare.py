@@ -38,9 +38,9 @@ class RunInputs:
     plan: Plan
 
 
-def settle(task: Task | type[Task] | str, given: Mapping[str, Any]) -> tuple[Task, RunConfig]:
-    """Make the task and the complete configuration: general defaults < the task's < ``given``, nested settings."""
-    task_section = given.get("task") or {}
+def settle(task: Task | type[Task] | str, overrides: Mapping[str, Any]) -> tuple[Task, RunConfig]:
+    """Make the task and the complete configuration: general defaults < the task's < ``overrides``, nested settings."""
+    task_section = overrides.get("task") or {}
     if not isinstance(task_section, Mapping):
         raise ConfigError("`task` must be a section", why=f"it is {task_section!r}", fix="write `task: {name: har}`")
     settings = {key: value for key, value in task_section.items() if key not in RESERVED}
@@ -59,27 +59,29 @@ def settle(task: Task | type[Task] | str, given: Mapping[str, Any]) -> tuple[Tas
         built = make_task(kind, settings)
     name = task if isinstance(task, str) else f"{kind.__module__}:{kind.__qualname__}"
     section = {"name": whole_name(name), **section_of(built)}
-    whole = resolve(nested(kind.defaults), {**given, "task": section})
+    whole = resolve(nested(kind.defaults), {**overrides, "task": section})
     if whole.data.data_dir is not None:
         whole = whole.with_values(data={"data_dir": whole.data.data_dir.absolute()})
     named.add(code_in({"task": section, "optimizer": {"name": whole.optimizer.name}}))
-    whole = runner_of(built).complete(given, whole)
+    whole = runner_of(built).complete(overrides, whole)
     built._lockstep_data = data_settings(whole)
     return built, whole
 
 
-def native_settings(task: Task | type[Task] | str, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Adapt ``given`` to train a ``LightningModule`` with Lockstep's loop; unchanged for another task.
+def native_settings(task: Task | type[Task] | str, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Adapt ``overrides`` to train a ``LightningModule`` with Lockstep's loop; unchanged for another task.
 
     The batch size per device is that of the module's training loader.
     """
-    built, whole = settle(task, given)
-    return runner_of(built).native_settings(given, whole)
+    built, whole = settle(task, overrides)
+    return runner_of(built).native_settings(overrides, whole)
 
 
-def prepare(task: Task | type[Task] | str, given: Mapping[str, Any], *, resume: ResumePoint | None = None) -> RunInputs:
+def prepare(
+    task: Task | type[Task] | str, overrides: Mapping[str, Any], *, resume: ResumePoint | None = None
+) -> RunInputs:
     """Settle, place, open the data and plan, for a plan alone: nothing is started or written."""
-    built, whole = settle(task, given)
+    built, whole = settle(task, overrides)
     return plan_for(built, whole, placement_of(whole, read_world(os.environ)), open_data(built, whole), resume)
 
 

@@ -37,7 +37,7 @@ _NAMED = 5
 
 def verify(
     task: Task | type[Task] | str,
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     *,
     steps: int = 24,
     eval_batches: int = 8,
@@ -49,7 +49,7 @@ def verify(
     The effect of rounding is measured on one device, with the samples of each micro-batch in other orders.
     Each run is a complete run of Lockstep, with the user's strategy, loader and precision, in a temporary folder.
 
-    See :func:`lockstep.verify`. ``given``: nested settings that differ from the defaults.
+    See :func:`lockstep.verify`. ``overrides``: nested settings that differ from the defaults.
     """
     if read_world(os.environ).from_outside:
         fix = "start it without torchrun or srun"
@@ -58,7 +58,7 @@ def verify(
         )
     if steps < 1:
         raise UsageError(f"invalid value for --steps: {steps}", fix="use at least 1; the default is 24")
-    prepared = prepare(task, native_settings(task, given))
+    prepared = prepare(task, native_settings(task, overrides))
     plan = prepared.plan
     if len(plan.placement["devices"]) < 2:
         raise UsageError(

@@ -115,7 +115,7 @@ class AgreedRun(NamedTuple):
 
     Attributes:
         new_id: of a run whose folder is still to be made; ``None``: the run is resumed.
-        node_runs: what each node has found; empty for a new run.
+        node_runs: the runs that the nodes have found; empty for a new run.
     """
 
     run: RunDir
