@@ -167,7 +167,9 @@ def resume(
 
     if is_url(run):
         run_dir = run_at(run, runs_dir)
-    fork_ranks_from_here(devices, script=script_of(run_dir) is not None)
+    previous = (run_dir.read().placement or {}).get("devices")
+    previous_devices = previous if isinstance(previous, list) else None
+    fork_ranks_from_here(devices or previous_devices, script=script_of(run_dir) is not None)
     code = resume_session(run_dir, overrides, devices)
     if code is not None:
         return code
