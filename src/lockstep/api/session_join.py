@@ -116,8 +116,8 @@ def join_session(config: RunConfig, *, resume: bool, ending: ExitStack) -> Joine
     else:
         agreed = agree_on_run(team, config, resume=resume, claim=ending)
         run = agreed.run
-        is_resume = agreed.new_id is None
-        team.together(lambda: _new_folder(config, agreed.new_id), here=world.is_main and not is_resume)
+        is_resume = agreed.is_resume
+        team.together(lambda: _new_folder(config, agreed.run_id), here=world.is_main and not is_resume)
     supervision = supervise(team, run, config, placement.as_dict(), started[0].rank if started else None, ending)
     return Joined(run, world, placement, team, supervision, is_resume, ending)
 
@@ -172,7 +172,7 @@ def _refuse_for_tasks_only(config: RunConfig) -> None:
             )
 
 
-def _new_folder(config: RunConfig, run_id: str | None) -> None:
+def _new_folder(config: RunConfig, run_id: str) -> None:
     """Create the folder of a new run of this process's script."""
     run = create_folder(config, run_id)
     path = Path(sys.argv[0])

@@ -30,9 +30,9 @@ def agree(rank: int, size: int, folders: list[Path]) -> dict[str, Any]:
             agreed = agree_on_run(team, config, resume=True, claim=claim)
         except ConfigError as error:
             return {"error": error.what, "fix": error.fix}
-        found = agreed.new_id is None
+        found = agreed.is_resume
         if rank == 0 and not found:
-            create_folder(config, agreed.new_id)
+            create_folder(config, agreed.run_id)
         team.collectives.barrier()
         left = sorted(path.name for path in folders[rank].iterdir())
         return {"id": RunDir.open(agreed.run.path).read().id, "found": found, "left": left}

@@ -114,13 +114,16 @@ class AgreedRun(NamedTuple):
     """The run that all ranks train.
 
     Attributes:
-        new_id: of a run whose folder is still to be made; ``None``: the run is resumed.
-        node_runs: the runs that the nodes have found; empty for a new run.
+        node_runs: the runs that the nodes have found; empty for a new run, whose folder is still to be made.
     """
 
     run: RunDir
-    new_id: str | None
+    run_id: str
     node_runs: Sequence[NodeRun]
+
+    @property
+    def is_resume(self) -> bool:
+        return bool(self.node_runs)
 
 
 def prepare_together(
@@ -132,8 +135,8 @@ def prepare_together(
     """
     agreed = agree_on_run(team, config, resume=request.resume, claim=claim, previous=request.previous)
     run = agreed.run
-    if agreed.new_id is not None:
-        return begin_attempt(team, PlanRequest(run, task, config, new_id=agreed.new_id, is_resume=False))
+    if not agreed.is_resume:
+        return begin_attempt(team, PlanRequest(run, task, config, new_id=agreed.run_id, is_resume=False))
     changed = team.together(lambda: run_claim.changed_config(run, request.given))  # with this node's devices
     assert changed is not None
     config = changed
@@ -202,10 +205,9 @@ def agree_on_run(
     run_id = node_runs[0].run_id if node_runs else new_id
     run = RunDir(absolute(config.save_dir or config.runs_dir / run_id))
     _refuse_other_folders(team, run.path)
-    if not node_runs:
-        return AgreedRun(run, new_id, node_runs)
-    team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=team.world.is_main)
-    return AgreedRun(run, None, node_runs)
+    if node_runs:
+        team.together(lambda: claim.enter_context(run_claim.claimed(run)), here=team.world.is_main)
+    return AgreedRun(run, run_id, node_runs)
 
 
 def _refuse_other_folders(team: Team, path: Path) -> None:
