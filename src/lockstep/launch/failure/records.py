@@ -1,8 +1,8 @@
 """How the ranks of a start ended: ``rank-<r>.error.json`` in the run's ``logs/``, one kind of record.
 
 A rank that fails writes it. For one that ended without (a killed process writes nothing), the process that started it
-does. The launcher also writes what it knows of all ranks (``launcher.json``); a rank's last output is in its log. Where
-the run folder cannot be written (full, read-only, removed), all goes to a spare place, which the next launch empties.
+does. The launcher also writes facts about all ranks (``launcher.json``); a rank's last output is in its log. Where the
+run folder cannot be written (full, read-only, removed), all goes to a spare place, which the next launch empties.
 :mod:`lockstep.launch.failure.report` reads them.
 """
 
@@ -144,7 +144,7 @@ def error_file(logs: Path, rank: int) -> Path:
 def record(logs: Path, rank: int, error: BaseException, *, hung_s: float | None = None) -> None:
     """Write ``rank-<r>.error.json``, elsewhere if need be. Raises :class:`~lockstep.errors.StorageError`.
 
-    ``hung_s``: how long no rank has made progress, if ``error`` says so: what has failed since then follows from it.
+    ``hung_s``: how long no rank has made progress, if ``error`` says so: later failures follow from it.
     """
     end = describe(rank, error)
     if hung_s is not None:

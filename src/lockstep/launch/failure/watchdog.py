@@ -345,7 +345,7 @@ def watched(
 
 
 def _tell(report: hang.HangReport, logs: Path, rank: int, run: RunDir | None, terminal: int) -> None:
-    """Write a hang to the rank's log. Where there is no launcher that reads it, one rank prints and records it."""
+    """Write a hang to the rank's log; one rank prints and records it, or each records it for its launcher."""
     text = "\n".join([report.headline, report.table()])
     error = RankFailed(text, why=report.cause.title, fix=report.cause.advice)
     with contextlib.suppress(OSError), log_file(logs, rank).open("a", encoding="utf-8") as log:

@@ -20,7 +20,7 @@ from lockstep.rundir.folder import RunDir
 
 @dataclass(frozen=True)
 class Supervision:
-    """How a rank is watched: its stop requests, and what to call with an error that ends it, before it is recorded."""
+    """The watch over a rank: its stop requests; ``on_error`` is called with an error before that is recorded."""
 
     stop: StopRequest
     on_error: Callable[[BaseException], None] = lambda error: None
