@@ -143,9 +143,14 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 def compiled(called: Any, mode: str) -> Any:
     """Compile a module or a function at its first call, and at calls with other shapes."""
-    if pulse.is_watched:
-        watch_compiler(lambda _: pulse.at(Activity.COMPILING), lambda _: pulse.at(Activity.STEP))
+    _watch_compiler()
     return torch.compile(called, mode=mode)
+
+
+@functools.cache
+def _watch_compiler() -> None:
+    """Count the compilations of this process as progress, from the first call on."""
+    watch_compiler(lambda _: pulse.at(Activity.COMPILING), lambda _: pulse.at(Activity.STEP))
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -264,8 +264,6 @@ class Pulse:
         self._beats = 0
         self._step = 0
         self.activity = Activity.STARTING
-        #: Whether a watchdog reads it, so that long activities had better report progress.
-        self.is_watched = False
         #: Set when an activity of unknown length ends: the watchdog sends that at once, while it has the interpreter.
         self.is_timed = threading.Event()
 

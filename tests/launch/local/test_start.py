@@ -127,6 +127,15 @@ def test_one_signal_is_one_stop_for_every_rank(caller: Caller) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_the_signal_of_a_stop_ends_has_not_failed(caller: Caller) -> None:
+    process = caller.start("stop", "end-by-signal")
+    caller.wait_until_ready()
+    process.terminate()
+    assert caller.finish() == (143, "code 143\n", "")
+    assert read_failure(caller.run_dir) is None
+
+
+@pytest.mark.slow
 def test_one_ctrl_c_in_a_terminal_is_one_stop(caller: Caller) -> None:
     keyboard, terminal = os.openpty()
     process = caller.start("stop", "stop", terminal=terminal)

@@ -82,13 +82,18 @@ class RankEnd(FileContent):
         return f"{self.type}: {self.message}" if self.type else "\n".join(self.last_lines)
 
     @property
+    def code(self) -> str:
+        """The code of a Lockstep error; empty for others."""
+        return self.error["code"] if self.error is not None else ""
+
+    @property
     def is_usage_error(self) -> bool:
         return self.error is not None and self.exit_code == UsageError.exit_code
 
     @property
     def speaks_for_all(self) -> bool:
         """Whether its error is the whole report: wrong usage, or a hang that all ranks have found."""
-        return self.is_usage_error or (self.error is not None and self.error["code"] in _SPEAK_FOR_ALL)
+        return self.is_usage_error or self.code in _SPEAK_FOR_ALL
 
     @property
     def is_collateral(self) -> bool:
@@ -99,13 +104,12 @@ class RankEnd(FileContent):
 
     @property
     def explains_itself(self) -> bool:
-        return self.error is not None and self.error["code"] in _EXPLAIN_THEMSELVES
+        return self.code in _EXPLAIN_THEMSELVES
 
     @property
     def blames_another(self) -> bool:
         """Whether this rank missed another one, whose failure explains more if it recorded one."""
-        is_of_another = self.error is not None and self.error["code"] in (CollectiveError.code, RankFailed.code)
-        return is_of_another and not self.is_hang
+        return self.code in (CollectiveError.code, RankFailed.code) and not self.is_hang
 
     @property
     def order(self) -> tuple[bool, bool, float, int]:

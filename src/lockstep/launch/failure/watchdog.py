@@ -325,8 +325,6 @@ def watched(
             hung(report)
 
     watchdog = Watchdog(world, store, timeout_s=timeout_s, hung=hung, logs=logs)
-    before = pulse.is_watched
-    pulse.is_watched = True
     watchdog.start()
     try:
         with contextlib.ExitStack() as inside:
@@ -340,7 +338,6 @@ def watched(
         raise
     finally:
         watchdog.end()
-        pulse.is_watched = before
         os.close(terminal)
 
 

@@ -302,9 +302,9 @@ class Launch:
     def end(self, exit_code: int) -> None:
         """Complete ``launcher.json``, and record how the ranks ended that have failed."""
         self.write(exit_code)
-        failed = [end for end in self.supervisor.exits.values() if end.exit_code not in (0, *signals.STOPPED)]
+        consequences = [end for end in self.supervisor.exits.values() if end.ended_by_launcher]
         with contextlib.suppress(StorageError):
-            records.record_ends(self.run_dir.logs, failed)
+            records.record_ends(self.run_dir.logs, [*self.supervisor.failed, *consequences])
 
 
 def main() -> int:
