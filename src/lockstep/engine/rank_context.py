@@ -26,7 +26,7 @@ from lockstep.rundir.heartbeat import Heartbeat
 from lockstep.telemetry.sinks import monitored
 
 #: How long ranks wait for the slowest one's part to be on disk. A rank that died is noticed at once, and a rank that
-#: hangs is noticed by the launcher.
+#: hangs is named by the watch of the ranks.
 WRITE_TIMEOUT_S = 6 * 3600.0
 
 
