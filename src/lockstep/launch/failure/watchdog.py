@@ -313,13 +313,19 @@ def watched(
 
     def hung(report: hang.HangReport) -> NoReturn:
         has_hung.acquire()
-        _tell(report, logs, rank, run, terminal)
-        if world.from_outside:
-            time.sleep(watchdog.interval_s + _OTHERS_S)
-        leave(1)
+        try:
+            _tell(report, logs, rank, run, terminal)
+            if world.from_outside:
+                time.sleep(watchdog.interval_s + _OTHERS_S)
+        finally:
+            leave(1)
 
     def end_if_hung(error: BaseException) -> None:
-        report = watchdog.report_after(error) if isinstance(error, Exception) else None
+        if not isinstance(error, Exception):
+            return
+        if has_hung.locked():
+            has_hung.acquire()
+        report = watchdog.report_after(error)
         if report is not None:
             records.log_traceback(logs, rank, error)
             hung(report)
