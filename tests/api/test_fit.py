@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -85,11 +86,22 @@ class Records:
         return {"x": torch.full((2,), index / 40), "y": torch.full((1,), index / 20)}
 
 
+def test_a_compiled_module_has_the_trained_weights_afterwards(tmp_path: Path) -> None:
+    model: Any = torch.compile(net(), backend="eager")
+    before = weights(model)
+    parts: dict[str, Any] = {"model": model, "loss": F.cross_entropy, "train": dataset(40, 1)}
+    run = lockstep.fit(**parts, devices="cpu", epochs=1, save_dir=tmp_path / "run")
+    assert not torch.equal(weights(model), before)
+    assert torch.equal(weights(model), weights(run.load_model("last")))
+
+
 def test_a_loss_of_model_and_batch_and_its_parameters(tmp_path: Path) -> None:
-    parts: dict[str, Any] = {"model": lambda: nn.Linear(2, 1), "loss": Weighted(), "train": Records(), "lr": 0.05}
+    loss = Weighted()
+    parts: dict[str, Any] = {"model": lambda: nn.Linear(2, 1), "loss": loss, "train": Records(), "lr": 0.05}
     run = lockstep.fit(**parts, devices="cpu", epochs=3, save_dir=tmp_path / "run")
     losses = [row["train_loss"] for row in run.history]
     assert losses[-1] < losses[0]
+    assert loss.scale != 1.0
     again = lockstep.fit(**parts, devices="cpu", epochs=4, save_dir=tmp_path / "run", resume=True)
     assert len(again.history) == 4
 
@@ -125,6 +137,10 @@ def test_each_form_of_a_loss_trains_the_same(tmp_path: Path) -> None:
             r"\btuple\b",
         ),
         ({"train": Records()}, r"\bdict\b"),
+        ({"model": prune.l1_unstructured(net(), "weight", 0.5)}, r"\bmodel=lambda\b"),
+        ({"optimizer": torch.optim.SGD(net().parameters(), lr=0.1)}, r"\bSGD\(parameters\b"),
+        ({"metrics": [MulticlassAccuracy(3)]}, r"\ba list\b"),
+        ({"metrics": "accuracy"}, r"\ba str\b"),
     ],
 )
 def test_a_wrong_part_is_one_error(tmp_path: Path, change: dict[str, Any], words: str) -> None:

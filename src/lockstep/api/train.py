@@ -161,7 +161,8 @@ def fit(
     Args:
         model: a module, whose weights are the initial ones and which has the trained ones afterwards; or a function
             that returns a module, called after seeding.
-        loss: see above; a module with parameters is trained too.
+        loss: see above; a module with parameters is trained too, and has the trained ones afterwards. A sum
+            (``nn.CrossEntropyLoss(reduction="sum")``) is divided by the samples of a step.
         train: a map-style data set: ``len()`` and ``[i]``; not a ``DataLoader``.
         val: data for validation after each epoch.
         test: data for the best checkpoint after training.
@@ -184,6 +185,6 @@ def fit(
 
     task = TaskFromParts(model, loss, Datasets(train, val, test), metrics, optimizer, collate)
     run = _train(task, config, resume=resume, accept_data=accept_data, **settings)
-    if isinstance(model, nn.Module):
-        model.load_state_dict(run.load_model("last").state_dict())
+    if isinstance(model, nn.Module) or isinstance(loss, nn.Module):
+        task.take_weights(run.load_model("last"), run.run_dir)
     return run

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep.data.arrays import is_loader
+from lockstep.engine.resume import load_weights
 from lockstep.engine.task import Datasets, Loss, Task
 from lockstep.errors import TaskError
 from lockstep.tasks.criterion import Counted, described
@@ -45,6 +47,18 @@ class TaskFromParts(Task):
                 f"loss is {loss!r:.60}, which cannot be called",
                 fix="pass a function or a module: loss=nn.CrossEntropyLoss()",
             )
+        if optimizer is not None and not callable(optimizer):
+            raise TaskError(
+                f"optimizer is {described(optimizer)}, which cannot be called with the parameters",
+                why="each rank makes its optimizer, over the parameters of its copy of the model",
+                fix=f"optimizer=lambda parameters: {type(optimizer).__name__}(parameters, lr=…)",
+            )
+        if not (metrics is None or callable(metrics) or isinstance(metrics, dict)) or isinstance(metrics, str):
+            raise TaskError(
+                f"metrics is {described(metrics)}",
+                fix="pass a metric of torchmetrics, a dict of them by name, or a function that returns an object with "
+                "update(output, target) and compute()",
+            )
         self._model = model
         self._given_loss = loss
         self._datasets = datasets
@@ -63,9 +77,16 @@ class TaskFromParts(Task):
         return self._datasets
 
     def model(self) -> nn.Module:
-        self._criterion = copy.deepcopy(self._given_loss)  # it is moved and trained, as the model is
+        self._criterion = _copied("loss", self._given_loss)  # it is moved and trained, as the model is
         self._counted = Counted()
-        return copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model()
+        return _copied("model", self._model) if isinstance(self._model, nn.Module) else self._model()
+
+    def take_weights(self, trained: nn.Module, source: Path) -> None:
+        """Put the weights of ``trained``, and of the criterion that was loaded with it, into the given modules."""
+        if isinstance(self._model, nn.Module):
+            load_weights(self._model, trained.state_dict(), source)
+        if isinstance(self._given_loss, nn.Module) and isinstance(self._criterion, nn.Module):
+            load_weights(self._given_loss, self._criterion.state_dict(), source)
 
     def modules(self) -> Mapping[str, nn.Module]:
         loss = self._criterion
@@ -101,6 +122,19 @@ class TaskFromParts(Task):
 
     def collate(self, samples: Sequence[Any]) -> Any:
         return super().collate(samples) if self._collate is None else self._collate(samples)
+
+
+def _copied(name: str, part: Any) -> Any:
+    """Copy a part. Raises :class:`TaskError`: its weights are computed (pruning, the older weight_norm)."""
+    try:
+        return copy.deepcopy(part)
+    except RuntimeError as error:
+        function = "pass a function that makes it: model=lambda: …"
+        raise TaskError(
+            f"the {name} cannot be copied",
+            why=f"{type(error).__name__}: {error}",
+            fix=function if name == "model" else "write a lockstep.Task, which makes it in modules()",
+        ) from None
 
 
 def _forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
