@@ -16,7 +16,7 @@ from lockstep.planning import OrderPlan
 from lockstep.rundir.folder import RunDir
 from tests.samples import samples_by_step
 from tests.sequences import Sequences
-from tests.toys import Toy, arrays
+from tests.toys import FEATURES, Toy, arrays
 
 SAMPLES = 600
 SETTINGS: dict[str, Any] = {
@@ -191,3 +191,23 @@ def test_a_batch_that_iterates_over_its_rows_is_compared_by_its_columns(tmp_path
         lockstep.train(OfBatches(kind, shift), debug={"trace": "on"}, devices="cpu", max_steps=2, save_dir=folder)
         digests.append(np.load(folder / "trace-rank0.npz")["digest"].tolist())
     assert digests[0] == digests[1] != digests[2]
+
+
+class Enormous:
+    """More samples than 32 bits count."""
+
+    def __len__(self) -> int:
+        return 10**10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((FEATURES,), index / 1e10) + 0.1 * torch.randn(FEATURES), index % 3
+
+
+class OfEnormous(Toy):
+    def datasets(self) -> lockstep.Datasets:
+        return lockstep.Datasets(Enormous())
+
+
+def test_more_samples_than_32_bits_count(tmp_path: Path) -> None:
+    run = lockstep.train(OfEnormous(), devices="cpu", max_steps=3, save_dir=tmp_path / "run", batch_size=16)
+    assert run.step == 3 and run.plan.task.train_samples == 10**10

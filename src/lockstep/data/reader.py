@@ -336,8 +336,8 @@ class Reader:
             elif items is not None:
                 pairs = zip(items, numbers, strict=False) if self._collate is default_collate else ()
                 misfit = next(filter(None, starmap(find_misfit, pairs)), None)
-                fix = "return tensors, arrays or numbers" if isinstance(error, TypeError) else "make their shapes equal"
-                problem, fix = misfit or (problem, fix)
+                fixes = {TypeError: "return tensors, arrays or numbers", KeyError: "give all samples the same keys"}
+                problem, fix = misfit or (problem, fixes.get(type(error), "make their shapes equal"))
                 fix += " in the data set, or write Task.collate (or pass collate=)"
             raise SampleError(problem, why=_told(error), fix=fix) from error
 

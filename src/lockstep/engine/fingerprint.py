@@ -144,7 +144,7 @@ def _fields(sample: Any) -> dict[str, bytes]:
 def _probe(dataset: Any, index: int, skips: bool) -> Any:
     """Read sample ``index`` with every generator seeded, so that augmentation looks the same each time."""
     random.seed(index)
-    np.random.seed(index)
+    np.random.seed(index % 2**32)
     torch.default_generator.manual_seed(index)
     try:
         return read_sample(dataset, index)
