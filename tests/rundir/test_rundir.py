@@ -120,6 +120,13 @@ def test_an_empty_folder_becomes_the_run(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_the_empty_target_of_a_link_becomes_the_run(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to("target")
+    assert make_run(tmp_path / "link").read().status == "pending"
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target" / "run.json").is_file()
+
+
 def test_an_empty_mounted_volume_becomes_the_run(tmp_path: Path) -> None:
     with small_disk(tmp_path / "volume", "1m") as volume:
         assert make_run(volume).status() == "pending"

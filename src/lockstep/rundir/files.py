@@ -37,8 +37,8 @@ _MAX_SPARSE_LINE = 1 << 20
 
 #: Part of every temporary name, to recognise leftovers of a killed process.
 TEMPORARY = ".tmp-"
-#: What renaming onto an empty folder gives when it is a mount point, or its parent is read-only.
-_NOT_REPLACEABLE = {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS}
+#: What renaming onto an empty folder gives when it is a mount point or a link, or its parent is read-only.
+_NOT_REPLACEABLE = {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -102,7 +102,8 @@ def make_folders(folder: Path) -> None:
 def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
     """Make ``path``, a missing or an empty folder, with what ``fill`` writes into a folder given to it.
 
-    It is built beside ``path`` and renamed; an empty mounted volume, which cannot be replaced, is filled in place.
+    It is built beside ``path`` and renamed; an empty folder that cannot be replaced, a mounted volume or the target of
+    a link, is filled in place.
     """
     existed = is_folder(path)
     building = path.with_name(temporary_name(path.name))
