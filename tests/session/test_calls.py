@@ -417,6 +417,27 @@ def test_a_resume_into_which_the_checkpoint_does_not_fit_has_failed(tmp_path: Pa
     assert run.read().status == "failed"
 
 
+def test_a_body_that_fails_after_its_step_is_repeated_whole(tmp_path: Path) -> None:
+    settings = QUIET | {"checkpoint.every_steps": 1}
+
+    def train(*, fails: bool) -> int:
+        with lockstep.Session(settings, resume=True, global_batch_size=8, save_dir=tmp_path / "run") as session:
+            model, optimizer = prepared(session)
+            average = torch.optim.swa_utils.AveragedModel(model)
+            session.checkpoint(average=average)
+            for x, y in batches(session):
+                session.backward(squares(model, x, y), len(y))
+                session.step(optimizer)
+                if fails and session.step_count == 2:
+                    raise ValueError("between the step and its average")
+                average.update_parameters(model)
+        return int(average.n_averaged)
+
+    with pytest.raises(ValueError, match="between"):
+        train(fails=True)
+    assert train(fails=False) == 5
+
+
 @pytest.mark.parametrize("number", [33, 60])
 def test_weighted_samples_are_drawn_alike_on_any_ranks_and_after_a_resume(number: int, tmp_path: Path) -> None:
     rows = torch.arange(33.0)[:, None].expand(33, 4)

@@ -313,7 +313,7 @@ class Loop:
         self._position.updates = update
         self._state.position = position
         if self._open_part(training) is not None:
-            training.end_window(0.0, position=position, epoch_over=over)
+            training.end_window(0.0, position=position, epoch_over=over, is_done=is_done)
         training.is_cut = self._has_ended() and not over
 
     def _walk_part(self, rows: Any, size: int) -> Iterator[Any]:

@@ -149,7 +149,8 @@ class DataFeed:
                 if is_done or training.has_stepped:  # the loop may be left after a step
                     over = self._batch.window(window.stop) is None
                     self._next = (epoch + 1, 0) if over else (epoch, window.stop)
-                    training.end_window(batches.waited_s(), position=window.stop, epoch_over=over)
+                    waited_s = batches.waited_s()
+                    training.end_window(waited_s, position=window.stop, epoch_over=over, is_done=is_done)
             if training.log.ended_by is not None:
                 training.is_cut = not over
                 return

@@ -268,10 +268,16 @@ class SessionTraining(Training):
             raise outside_batches(call)
         return self.window
 
-    def end_window(self, waited_s: float, *, position: int, epoch_over: bool, is_update: bool = True) -> None:
+    def end_window(
+        self, waited_s: float, *, position: int, epoch_over: bool, is_update: bool = True, is_done: bool = True
+    ) -> None:
         """Count the window, log, and save if that is due; set ``log.ended_by`` if ranks agreed to stop.
 
-        ``position``: in the epoch, afterwards. Without ``is_update`` the run is neither saved nor stopped here.
+        Args:
+            position: in the epoch, afterwards.
+            is_update: else the run is neither saved nor stopped here.
+            is_done: the body was not left. It may have been left by an error, before it updated an average: such a
+                window is not saved here.
         """
         window = self.window
         assert window is not None
@@ -300,7 +306,7 @@ class SessionTraining(Training):
         log.step(window.size, waited_s)
         if log.is_logged(state.step):
             self._log_scalars()
-        log.end_step(self._flags if is_update else None, None if epoch_over else self.save)
+        log.end_step(self._flags if is_update else None, None if epoch_over or not is_done else self.save)
 
     def _note_carried(self) -> None:
         """Warn of a tensor that is kept from batch to batch and is in no checkpoint."""
