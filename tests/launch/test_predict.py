@@ -55,10 +55,10 @@ def test_a_file_is_the_same_on_one_two_and_three_ranks(run: RunDir, tmp_path: Pa
 
 
 def test_an_interrupted_prediction_leaves_no_file(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(columns: Any, request: Any) -> Any:
+    def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "_rows", interrupt)
+    monkeypatch.setattr(engine, "table_rows", interrupt)
     with pytest.raises(KeyboardInterrupt):
         predict(run, "test", tmp_path / "rows.jsonl")
     assert list(tmp_path.iterdir()) == []

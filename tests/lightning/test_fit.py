@@ -24,7 +24,7 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import ConfigError, DataError, DeviceError, RankFailed, TaskError, UnsupportedError
 from lockstep.lightning import fit
-from lockstep.lightning.module_fit import evaluate_module
+from lockstep.lightning.module_evaluation import evaluate_module
 from lockstep.lightning.module_task import ModuleTask
 from lockstep.rundir.folder import RunDir
 from tests import commands

@@ -117,6 +117,16 @@ class Kept(Numbers):
         self.save_hyperparameters()
 
 
+class Tenfold(Kept):
+    """Predicts numbers and their tenfold, all five in one batch."""
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.arange(5), batch_size=5)  # type: ignore[arg-type]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"tenfold": 10 * batch, "output": self.layer(batch[:, None].float())[:, 0]}
+
+
 class Named(Numbers):
     """Its checkpoints name a class."""
 

@@ -194,7 +194,7 @@ class Run:
 
     def predict(
         self,
-        data: Any = "test",
+        data: Any = None,
         out: str | Path | None = None,
         *,
         loss: bool = False,
@@ -211,7 +211,8 @@ class Run:
             run.predict("val", loss=True).nlargest(10, "loss")  # the ten worst
 
         Args:
-            data: as for :meth:`evaluate`; files are for a task with ``prediction_data``.
+            data: as for :meth:`evaluate`; files are for a task with ``prediction_data``. ``None``: ``test``; of a
+                ``LightningModule``, ``predict``, which is its ``predict_dataloader()``.
             out: write this file in place of the frame, and return its path; ends in .csv, .jsonl or .parquet.
             loss: add a column with the loss of each sample.
             devices: as for :meth:`evaluate`; so are ``checkpoint`` and ``task``.

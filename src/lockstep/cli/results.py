@@ -89,7 +89,13 @@ def evaluate(
 @verb("RUN [DATA] [OPTIONS]", "Example:\n  lockstep predict last test --devices cpu,cpu --out predictions.csv")
 def predict(
     run: RunRef,
-    data: Annotated[str, flag("train, val or test, or a file or folder of data. Default: test.")] = "test",
+    data: Annotated[
+        str | None,
+        flag(
+            "train, val or test, or a file or folder of data. Default: test; of a LightningModule: predict, for its "
+            "predict_dataloader()."
+        ),
+    ] = None,
     /,
     *,
     out: Annotated[
@@ -108,11 +114,9 @@ def predict(
     from lockstep.api.finished.predict import PredictionRequest
     from lockstep.api.finished.predict import predict as write_predictions
 
-    if out is None and is_url(run):
-        out = Path(f"predictions-{Path(data).stem}.csv")
     fork_ranks_from_here(weights.devices)
     request = PredictionRequest(data=data, devices=weights.devices, checkpoint=chosen, with_loss=loss)
-    _print(write_predictions(run_dir, request, out), as_json)
+    _print(write_predictions(run_dir, request, out, folder=Path() if is_url(run) else None), as_json)
 
 
 @verb("RUN [OPTIONS]", "Example:\n  lockstep export last --out model --no-program")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,8 @@ def predictions(
     names = getattr(dataset, "names", None)
 
     def rows_of(batch: Any, request: BatchRequest) -> list[Row]:
-        rows = _rows(to_host(task.predict(bare(model), batch)), request)
+        columns = to_host(task.predict(bare(model), batch))
+        rows = table_rows(columns, range(request.start, request.stop), "the task's predict()")
         if with_loss:
             losses = _sample_losses(task, model, batch, request.size)
             rows = [{**row, "loss": loss} for row, loss in zip(rows, losses, strict=True)]
@@ -101,29 +102,34 @@ def _no_predictions() -> TaskError:
     )
 
 
-def _rows(columns: Any, request: BatchRequest) -> list[Row]:
-    """Return a row for each sample, with its index."""
+def table_rows(columns: Any, indices: Sequence[int], method: str) -> list[Row]:
+    """Return a row for each sample, with its index; ``method`` is what returned ``columns``.
+
+    Raises:
+        TaskError: there is a column without an entry for each sample.
+    """
     is_mapping = isinstance(columns, Mapping)
+    size = len(indices)
     if is_mapping and not columns:
         raise _no_predictions()
-    if not is_mapping or not all(has_rows(column, request.size) for column in columns.values()):
+    if not is_mapping or not all(has_rows(column, size) for column in columns.values()):
         raise TaskError(
-            "the task's predict() must return a column for each name, with one entry per sample",
-            why=f"for {request.size} samples it returned {type(columns).__name__}"
+            f"{method} must return a column for each name, with one entry per sample",
+            why=f"for {size} samples it returned {type(columns).__name__}"
             + (f" with {', '.join(map(str, columns))}" if is_mapping else ""),
             fix='return for example {"class": names, "probability": probabilities}',
         )
     lists = {str(name): _plain(column) for name, column in columns.items()}
     return [
-        {"index": request.start + number, **{name: column[number] for name, column in lists.items()}}
-        for number in range(request.size)
+        {"index": index, **{name: column[number] for name, column in lists.items()}}
+        for number, index in enumerate(indices)
     ]
 
 
 def _plain(value: Any) -> Any:
     """Convert to numbers, texts and lists; numbers of 32 bits and less with their seven digits."""
     if isinstance(value, Tensor):
-        value = (value.float() if value.is_floating_point() and value.itemsize < 4 else value).numpy()
+        value = (value.float() if value.is_floating_point() and value.itemsize < 4 else value).detach().numpy()
     if isinstance(value, np.ndarray) and value.dtype == np.float32:
         return [_plain(row) for row in value] if value.ndim > 1 else [float(f"{x:.7g}") for x in value.tolist()]
     if isinstance(value, (np.ndarray, np.generic)):

@@ -5,7 +5,7 @@ A class of tasks names its runner in ``_lockstep_runner``; :class:`TaskRunner` i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -18,11 +18,11 @@ from lockstep.config import RunConfig, one_micro_batch
 from lockstep.engine.build import Fitting, build_training
 from lockstep.engine.fingerprint import check_same_data
 from lockstep.engine.inspection import inspect_task
-from lockstep.engine.measure import measure
+from lockstep.engine.measure import measure, opened
 from lockstep.engine.model_inputs import Inputs, watched_inputs
-from lockstep.engine.predict import refuse_without_predictions
+from lockstep.engine.predict import Row, predictions, refuse_without_predictions
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.reopened import Reopened
+from lockstep.engine.reopened import Evaluation, Reopened
 from lockstep.engine.resume import load_latest
 from lockstep.engine.task import Datasets, Task, undefined
 from lockstep.engine.training_data import end_data, open_data, open_datasets
@@ -35,6 +35,8 @@ class TaskRunner:
 
     #: Whether a strategy may divide the model among ranks.
     can_divide: ClassVar[bool] = True
+    #: The split that ``lockstep predict`` takes unless another is named.
+    predicted_split: ClassVar[str] = "test"
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -93,9 +95,20 @@ class TaskRunner:
         """Return ``samples`` and ``metrics`` of a checkpoint, the same on all ranks. Collective."""
         return measure(reopened)
 
-    def check_prediction(self, run: Path) -> None:
-        """Raise :class:`UnsupportedError` where the task has no predictions; ``run``: its folder."""
+    def check_prediction(self, request: Evaluation) -> None:
+        """Raise :class:`LockstepError` where the task has no predictions for ``request``."""
         refuse_without_predictions(self.task)
+
+    def predictions(self, reopened: Reopened) -> Iterator[list[list[Row]]]:
+        """Yield rows in index order, as many batches as there are ranks at a time, on rank 0. Collective."""
+        subject = opened(reopened, self.task.prediction_data)
+        return predictions(
+            subject.evaluator,
+            self.task,
+            subject.model,
+            subject.dataset,
+            with_loss=reopened.evaluation.with_loss,
+        )
 
     def model_inputs(self, model: nn.Module, config: RunConfig, *, required: bool) -> Inputs | None:
         """Return arguments of the ``forward()`` of a restored model; ``None``: not known, and not ``required``."""

@@ -178,7 +178,8 @@ def quiet_trainer() -> Iterator[None]:
     """Suppress Lightning's informational messages: the plan shows the devices, and rank 0 reports through the sinks.
 
     Also suppressed are warnings about Lightning's use of deprecated functions of torch, about resuming and SLURM,
-    which Lockstep handles, and about an optimizer of LightningCLI's configuration in place of the module's.
+    which Lockstep handles, about an optimizer of LightningCLI's configuration in place of the module's, and about
+    loaders without indices: their rows are numbered.
     """
     names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
     before = [(logger, logger.level) for logger in map(logging.getLogger, names)]
@@ -191,6 +192,7 @@ def quiet_trainer() -> Iterator[None]:
                 ".*dataloader is.*not resumable.*",
                 ".*than the logging interval.*",
                 "The `srun` command is available.*",
+                "Couldn't infer the batch indices.*",
                 ".*configure_optimizers` will be overridden.*",
             ):
                 warnings.filterwarnings("ignore", message)

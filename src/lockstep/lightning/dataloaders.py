@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -141,19 +142,24 @@ def _combined(loaders: Any) -> Any:
 class SharedBatches:
     """Batch sampler of one rank for evaluation: the batches of the loader in index order, whole, for ranks in turn.
 
-    The last ranks may have one batch less. Fewer batches than ranks are cut into smaller ones, one for each rank, since
-    a rank without a batch would leave the evaluation before the others.
+    The last ranks may have one batch less. Where they log values, fewer batches than ranks are cut into smaller ones,
+    one for each rank, since a rank without a batch would leave the evaluation before the others.
+
+    Args:
+        may_cut: whether they log values.
 
     Attributes:
         rounds: how many batches every rank has; ``is_even``: and no rank has one more.
         is_cut: whether these are not the loader's batches.
     """
 
-    def __init__(self, samples: int, batch_size: int, world: World, *, drop_last: bool = False) -> None:
+    def __init__(
+        self, samples: int, batch_size: int, world: World, *, drop_last: bool = False, may_cut: bool = True
+    ) -> None:
         if drop_last:
             samples -= samples % batch_size
         batches = [range(start, min(start + batch_size, samples)) for start in range(0, samples, batch_size)]
-        self.is_cut = len(batches) < world.size and world.size > 1
+        self.is_cut = may_cut and len(batches) < world.size and world.size > 1
         if self.is_cut:
             if samples < world.size:
                 raise DataError(
@@ -366,13 +372,13 @@ def evaluation_loader(
     world: World,
     seed: int,
     *,
-    drops_last: bool = True,
+    predicts: bool = False,
     report: Callable[[str], object] | None = None,
 ) -> Any:
     """Return the user's evaluation loader in index order, its batches shared out among ranks.
 
     Args:
-        drops_last: leave a last, short batch out where the loader says so (``drop_last``).
+        predicts: show all samples, also those that the loader drops (``drop_last``), and keep the loader's batches.
         report: called with a text if the batches are not those of the user.
     """
     reason = _reason_to_keep(loader, RandomSampler, SequentialSampler)
@@ -384,43 +390,61 @@ def evaluation_loader(
             why="each sample must count once",
             fix="use a DataLoader of a map-style data set with batch_size and no sampler, or one device",
         )
-    drop_last = loader.drop_last and drops_last
-    batches = SharedBatches(len(loader.dataset), loader.batch_size, world, drop_last=drop_last)
+    drop_last = loader.drop_last and not predicts
+    batches = SharedBatches(len(loader.dataset), loader.batch_size, world, drop_last=drop_last, may_cut=not predicts)
     if batches.is_cut and report is not None:
         report(_CUT)
     return SeededLoader(loader, seed, world.rank, lambda: 0, batch_sampler=batches)
 
 
 Change = Callable[[Any], Any]
+#: What a Trainer calls ``setup()`` for, by the split that it reads.
+_STAGES = {"train": "fit", "val": "validate", "test": "test", "predict": "predict"}
 
 
 @contextmanager
-def replaced_loaders(owners: list[Any], train: Change, evaluation: Change, *, seed: int) -> Iterator[None]:
+def replaced_loaders(
+    owners: list[Any], evaluation: Change, *, seed: int, train: Change | None = None, predicted: str = "predict"
+) -> Iterator[None]:
     """Make the loader hooks of ``owners`` return their loaders as changed by these functions, in the body.
 
     The owners are a data module, or ``None``, and a module. Every hook runs with torch seeded to ``seed``, so that a
     random split is the same on all ranks and in every attempt. Instance attributes shadow the hooks and are removed at
     exit, so the user's classes and ``trainer.datamodule`` stay theirs.
+
+    Args:
+        evaluation: changes each loader of a split.
+        train: changes what ``train_dataloader()`` returns; ``None``: as another split.
+        predicted: the split that a Trainer gets to predict.
     """
 
     def each(loaders: Any) -> Any:
         return None if loaders is None else tree_map(evaluation, loaders)
 
-    changes = {"train_dataloader": train, "val_dataloader": each, "test_dataloader": each, "predict_dataloader": each}
-    with loader_processes(), ExitStack() as restored:
+    changes = {f"{split}_dataloader": each for split in _STAGES} | {"train_dataloader": train or each}
+    with loader_processes(), warnings.catch_warnings(), ExitStack() as restored:
+        # Lightning cannot know that these show all samples.
+        warnings.filterwarnings("ignore", f"You are using a custom batch sampler .{SharedBatches.__qualname__}.")
 
         def hide(owner: Any, name: str, hook: Callable[..., Any]) -> None:
             object.__setattr__(owner, name, hook)
-            restored.callback(object.__delattr__, owner, name)
+            restored.callback(vars(owner).pop, name, None)
+
+        def setup_of(owner: Any) -> Callable[[str], Any]:
+            setup = owner.setup
+            return lambda stage: setup(_STAGES[predicted] if stage == "predict" else stage)
 
         for owner in filter(None, owners):
-            for name in ("prepare_data", "setup", *changes):
-                if name == "setup" or defines(owner, name):
+            hide(owner, "setup", _seeded(setup_of(owner), seed, None))
+            for name in ("prepare_data", *changes):
+                if defines(owner, name):
                     hide(owner, name, _seeded(getattr(owner, name), seed, changes.get(name)))
         data, module = owners
-        if data is not None and not defines(data, "train_dataloader") and defines(module, "train_dataloader"):
-            # A Trainer that has a data module asks it alone.
-            hide(data, "train_dataloader", module.train_dataloader)
+        asked = module if data is None else data  # a Trainer that has a data module asks it alone
+        for split, name in (("train", "train_dataloader"), (predicted, "predict_dataloader")):
+            owner = next((owner for owner in (asked, module) if defines(owner, f"{split}_dataloader")), None)
+            if owner is not None:
+                hide(asked, name, getattr(owner, f"{split}_dataloader"))
         yield
 
 

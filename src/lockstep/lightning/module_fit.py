@@ -1,43 +1,34 @@
-"""A user's ``LightningModule`` on Lightning's Trainer: one attempt of one rank, and the evaluation of a checkpoint."""
+"""A user's ``LightningModule`` on Lightning's Trainer: one attempt of one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep.engine.distributed.sync_batchnorm import convert
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.reopened import Reopened
 from lockstep.engine.resume import (
     judge_afresh,
     load_initial_weights,
     load_latest,
-    load_weights,
     restored_state,
 )
 from lockstep.engine.run_log import RunLog
 from lockstep.engine.state import RunResult
-from lockstep.errors import DataError, TaskError
-from lockstep.hardware.world import World
 from lockstep.lightning.callbacks import Upload
 from lockstep.lightning.ckpt_file import StoreIO
 from lockstep.lightning.cluster import agreed_logging, check_loaders, quiet_trainer, rank_arguments
 from lockstep.lightning.dataloaders import (
-    SharedBatches,
     TrainingLoader,
     check_interval,
-    defines,
     evaluation_loader,
     replaced_loaders,
 )
 from lockstep.lightning.module_task import ModuleTask
 from lockstep.lightning.run_callback import RUN_CHECKPOINTS, RunLogCallback
-from lockstep.telemetry.loggers import as_row
 
 
 class ModuleFit:
@@ -83,7 +74,7 @@ class ModuleFit:
             convert(module)
         with (
             quiet_trainer(),
-            replaced_loaders([data, module], self._training_loader, self._evaluation_loader, seed=plan.seed),
+            replaced_loaders([data, module], self._evaluation_loader, train=self._training_loader, seed=plan.seed),
         ):
             store = StoreIO(plan.batch, self.log, self._snapshot, self._callback.write)
             store.trainer = trainer = pl.Trainer(**self._arguments(store))
@@ -143,54 +134,3 @@ class ModuleFit:
         ranks = rank_arguments(plan.placement, self._rank.world, config.distributed)
         plugins = [*ranks.pop("plugins"), store, *arguments.pop("plugins", [])]
         return {**settings, **arguments, **ranks, "callbacks": callbacks, "plugins": plugins}
-
-
-def evaluate_checkpoint(task: ModuleTask, reopened: Reopened) -> dict[str, Any]:
-    """Return ``samples`` and ``metrics`` of a checkpoint."""
-    request = reopened.evaluation
-    load_weights(task.module, reopened.snapshot.model, request.run.path)
-    metrics, samples = evaluate_module(task, request.split, request.plan.placement, request.config.training.seed)
-    return {"samples": samples, "metrics": metrics}
-
-
-def evaluate_module(
-    task: ModuleTask, split: str, placement: Mapping[str, Any], seed: int
-) -> tuple[dict[str, float], int | None]:
-    """Evaluate ``task.module`` on ``split``: its logged values, by the names of rows, and the number of samples.
-
-    Their number is ``None`` where a loader does not say it: of an iterable data set, or several loaders in one.
-    """
-    module = task.module
-    data = task.datamodule
-    hook = f"{split}_dataloader"
-    step = {"val": "validation_step", "test": "test_step"}.get(split)
-    other_split = ", or choose --split val" if split == "test" else ""
-    if step is None or not any(defines(owner, hook) for owner in (module, data) if owner is not None):
-        reason = f"neither it nor its data module defines {hook}()"
-        raise DataError(f"this module has no {split} data", why=reason, fix=f"write {hook}(){other_split}")
-    if not defines(module, step):
-        reason = f"evaluation on the {split} data calls it for each batch"
-        raise TaskError(f"{type(module).__name__} has no {step}()", why=reason, fix=f"write {step}(){other_split}")
-    sizes: list[int | None] = []
-
-    def counted(loader: Any) -> Any:
-        shared = evaluation_loader(loader, World(), seed)
-        batches = getattr(shared, "batch_sampler", None)
-        try:
-            sizes.append(batches.samples if isinstance(batches, SharedBatches) else len(loader.dataset))
-        except (AttributeError, TypeError):
-            sizes.append(None)
-        return shared
-
-    with quiet_trainer(), replaced_loaders([data, module], lambda loader: loader, counted, seed=seed):
-        trainer = pl.Trainer(
-            **rank_arguments(placement, World()),
-            logger=DummyLogger(),  # modules log pictures to self.logger.experiment
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        run = trainer.validate if split == "val" else trainer.test
-        results = run(module, datamodule=data, verbose=False)
-    samples = None if None in sizes else sum(filter(None, sizes))
-    return as_row({name: value for result in results for name, value in result.items()}), samples

@@ -273,15 +273,6 @@ class ModuleTask(Task):
         """The data module, if there is one, and the module: a Trainer asks them in this order."""
         return [owner for owner in (self.datamodule, self.module) if owner is not None]
 
-    @property
-    def cli_arguments(self) -> str:
-        """How a command of LightningCLI names the module and the data module."""
-        if self.config.cli is not None:
-            return "-c CONFIG"
-        datamodule = self.config.datamodule
-        classes = {"--model": self.module_class, "--data": None if datamodule is None else find_class(datamodule)}
-        return " ".join(f"{flag} {kind.__module__}.{kind.__qualname__}" for flag, kind in classes.items() if kind)
-
     def model(self) -> nn.Module:
         module: nn.Module = self._module if self._module is not None else self._build()
         return module

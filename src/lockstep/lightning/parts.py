@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
@@ -27,7 +26,7 @@ from lockstep.hardware.world import World, read_world
 from lockstep.launch.run_claim import warn
 from lockstep.lightning.ckpt_file import as_file, check_classes, module_fits
 from lockstep.lightning.cluster import rank_arguments
-from lockstep.lightning.dataloaders import SharedBatches, evaluation_loader, replaced_loaders
+from lockstep.lightning.dataloaders import evaluation_loader, replaced_loaders
 from lockstep.lightning.settings import Hardware, as_list, changed, hardware_settings
 from lockstep.lightning.stored import Stored, stored_checkpoint
 
@@ -135,7 +134,7 @@ class LockstepCLI(OpenCLI):
         seed = int(self.setting("seed_everything") or 0)
 
         def evaluation(loader: Any) -> Any:
-            return evaluation_loader(loader, World(), seed, drops_last=subcommand != "predict")  # as in Lightning
+            return evaluation_loader(loader, World(), seed, predicts=subcommand == "predict")
 
         if subcommand == "predict":
             callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -143,10 +142,8 @@ class LockstepCLI(OpenCLI):
                 run = None if self.stored is None else self.stored.run.path
                 folder = Path(str(self.setting("run_dir") or run or self.trainer.default_root_dir))
                 callbacks.append(WritePredictions(folder / "predictions.pt"))
-            # Lightning cannot know that these show all samples.
-            warnings.filterwarnings("ignore", f"You are using a custom batch sampler .{SharedBatches.__qualname__}.")
         owners = [self.datamodule, self.model]
-        loaders = replaced_loaders(owners, lambda loader: loader, evaluation, seed=seed)
+        loaders = replaced_loaders(owners, evaluation, seed=seed)
         fits = nullcontext() if self.stored is None else module_fits(self.stored.run.path)
         with fits, loaders:
             super().run_subcommand(subcommand)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,9 @@ from lockstep.checkpoint.store import Snapshot
 from lockstep.config import RunConfig
 from lockstep.engine.inspection import inspect_task
 from lockstep.engine.model_inputs import Inputs
+from lockstep.engine.predict import Row
 from lockstep.engine.rank_context import RankContext
-from lockstep.engine.reopened import Reopened
+from lockstep.engine.reopened import Evaluation, Reopened
 from lockstep.engine.runner import TaskRunner
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import DataError, UnsupportedError
@@ -32,6 +33,7 @@ class ModuleRunner(TaskRunner):
     """Runs a :class:`.ModuleTask`."""
 
     can_divide = False
+    predicted_split = "predict"
     task: ModuleTask
 
     @classmethod
@@ -92,17 +94,24 @@ class ModuleRunner(TaskRunner):
         """Return the values that the module logs over a split; data of a file are refused."""
         if reopened.datasets is None:
             return super().evaluate(reopened)
-        from lockstep.lightning.module_fit import evaluate_checkpoint
+        from lockstep.lightning.module_evaluation import evaluate_checkpoint
 
         return evaluate_checkpoint(self.task, reopened)
 
-    def check_prediction(self, run: Path) -> None:
-        command = f"lockstep lightning predict {self.task.cli_arguments} --ckpt_path {run}"
-        raise UnsupportedError(
-            "lockstep predict is not available for a LightningModule",
-            why="its predict_step belongs to Lightning's Trainer",
-            fix=f"`{command}`, or Trainer.predict",
-        )
+    def check_prediction(self, request: Evaluation) -> None:
+        if request.data is not None or request.with_loss:
+            reason = "its loss" if request.with_loss else "data that its loaders do not have"
+            raise UnsupportedError(
+                f"the predictions of a LightningModule cannot have {reason}",
+                why="its predict_step() gets the batches of its loaders, and decides what it returns",
+                fix="name predict, test, val or train, without --loss (loss=True); predict_step() may return the loss",
+            )
+
+    def predictions(self, reopened: Reopened) -> Iterator[list[list[Row]]]:
+        """Yield what the module's ``predict_step`` returns, as rows. Collective."""
+        from lockstep.lightning.module_evaluation import predict_checkpoint
+
+        return predict_checkpoint(self.task, reopened)
 
     def model_inputs(self, model: nn.Module, config: RunConfig, *, required: bool) -> Inputs | None:
         """Return the module's ``example_input_array``."""

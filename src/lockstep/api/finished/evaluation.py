@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,21 @@ def evaluate(
 
     Each sample counts once. Every rank has the whole model; of a run with ``strategy: fsdp`` its shard.
     """
-    split, source = source_of(data)
+    split, source = source_of(data, SPLITS)
     built = task_again(run, run.config(), task)
     step = find_step(run, checkpoint)
-    metrics = compute(_measured, evaluation_on(run, devices, split, step, source), built)
+    evaluation = evaluation_on(run, devices, split, step, source)
+    placement = evaluation.plan.placement
+    if placement["world_size"] > 1:
+        runner_of(built).check_evaluation(placement["devices"])
+    metrics = compute(_measured, evaluation, built)
     samples = {"split": split} if source is None else {"data": str(data) if isinstance(source, Path) else "a data set"}
     return {"run": run.read().id, **samples, "step": step, **metrics}
 
 
-def source_of(data: Any) -> tuple[str, Any]:
+def source_of(data: Any, splits: Sequence[str]) -> tuple[str, Any]:
     """Return the split that ``data`` names, and ``None``; else ``test``, and the file's path or the data set."""
-    if isinstance(data, str) and data in SPLITS:
+    if isinstance(data, str) and data in splits:
         return data, None
     return "test", Path(data).resolve() if isinstance(data, str | os.PathLike) else data
 

@@ -14,8 +14,7 @@ from typing import Any
 from lockstep.api.finished.evaluation import SPLITS, evaluation_on, source_of
 from lockstep.api.finished.ranks import compute
 from lockstep.api.finished.reopen import find_step
-from lockstep.engine.measure import opened
-from lockstep.engine.predict import Row, predictions
+from lockstep.engine.predict import Row
 from lockstep.engine.reopened import Reopened
 from lockstep.engine.runner import runner_of
 from lockstep.engine.task import Task
@@ -34,13 +33,14 @@ class PredictionRequest:
 
     Args:
         data: ``train``, ``val`` or ``test`` of the run; a file or folder for the task's ``prediction_data``; or a data
-            set, whose predictions need a name for their file.
+            set, whose predictions need a name for their file. ``None``: ``test``; of a ``LightningModule``,
+            ``predict``: the data of ``predict_dataloader()``.
         devices: as ``--devices``; ``None``: the first one of the run.
         checkpoint: ``best``, ``last`` or a step.
         with_loss: add a column ``loss``: that of each sample.
     """
 
-    data: Any = "test"
+    data: Any = None
     devices: str | None = None
     checkpoint: str | int = "best"
     with_loss: bool = False
@@ -51,25 +51,29 @@ def predict(
     request: PredictionRequest,
     out: Path | None = None,
     *,
+    folder: Path | None = None,
     task: Task | type[Task] | None = None,
 ) -> dict[str, Any]:
     """Write a row for each sample: byte-equal on any number of ranks.
 
     Args:
-        out: ends in ``.csv``, ``.jsonl`` or ``.parquet``; ``None``: ``predictions-<data>.csv`` in the run folder.
+        out: ends in ``.csv``, ``.jsonl`` or ``.parquet``; ``None``: ``predictions-<data>.csv`` in ``folder``.
+        folder: ``None``: the run folder.
         task: the run's task; ``None``: made from its settings.
     """
-    split, source = source_of(request.data)
-    if isinstance(source, Path) and not source.exists():
-        raise DataError(f"there is no {request.data}", fix=f"name a file or folder of data, or {', '.join(SPLITS)}")
-    assert out is not None or source is None or isinstance(source, Path), "a data set has no name for a file"
-    out = (out or run.path / f"predictions-{split if source is None else source.stem}.csv").resolve()
-    _check_format(out)
     built = task_again(run, run.config(), task)
-    runner_of(built).check_prediction(run.path)
+    runner = runner_of(built)
+    data = runner.predicted_split if request.data is None else request.data
+    split, source = source_of(data, (*SPLITS, runner.predicted_split))
+    if isinstance(source, Path) and not source.exists():
+        raise DataError(f"there is no {data}", fix=f"name a file or folder of data, or {', '.join(SPLITS)}")
+    assert out is not None or source is None or isinstance(source, Path), "a data set has no name for a file"
+    out = (out or (folder or run.path) / f"predictions-{split if source is None else source.stem}.csv").resolve()
+    _check_format(out)
     step = find_step(run, request.checkpoint)
     evaluation = evaluation_on(run, request.devices, split, step, source, whole=True)
     evaluation = replace(evaluation, out=out, with_loss=request.with_loss)
+    runner.check_prediction(evaluation)
     plan = evaluation.plan
     if plan.placement["accelerator"] == "cpu":  # sums depend on the number of threads
         threads = replace(plan.decisions["threads"], value=1, shown="1", reason="the same sums on any ranks")
@@ -80,7 +84,7 @@ def predict(
         _partial(out).replace(out)
     finally:
         _partial(out).unlink(missing_ok=True)
-    return {"run": run.read().id, "data": str(request.data), "step": step, "rows": rows, "out": str(out)}
+    return {"run": run.read().id, "data": str(data), "step": step, "rows": rows, "out": str(out)}
 
 
 def frame_of(run: RunDir, request: PredictionRequest, task: Task | type[Task] | None) -> Any:
@@ -111,24 +115,22 @@ def _partial(out: Path) -> Path:
 
 def _write(reopened: Reopened) -> dict[str, Any]:
     """Write the rows to ``OUT.partial``, on rank 0. Collective."""
-    evaluation = reopened.evaluation
-    out = evaluation.out
+    out = reopened.evaluation.out
     assert out is not None
-    subject = opened(reopened, reopened.task.prediction_data)
-    chunks = predictions(
-        subject.evaluator,
-        reopened.task,
-        subject.model,
-        subject.dataset,
-        with_loss=evaluation.with_loss,
-    )
-    rows = (row for chunk in chunks for part in chunk for row in part)
+    written = 0
+
+    def rows() -> Iterator[Row]:
+        nonlocal written
+        for batch in chain.from_iterable(runner_of(reopened.task).predictions(reopened)):
+            written += len(batch)
+            yield from batch
+
     if reopened.collectives.is_main:
-        _WRITERS[out.suffix](rows, _partial(out))
+        _WRITERS[out.suffix](rows(), _partial(out))
     else:
-        for _ in rows:
+        for _ in rows():
             pass
-    return {"rows": len(subject.dataset)}
+    return {"rows": written}
 
 
 def _write_jsonl(rows: Iterator[Row], out: Path) -> None:

@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lockstep.engine.reopened import Evaluation, Reopened, reopen
-from lockstep.engine.runner import runner_of
 from lockstep.engine.runtime import rank_device, runtime
 from lockstep.engine.task import Task
 from lockstep.hardware import World
@@ -39,7 +38,6 @@ def compute(function: Compute, evaluation: Evaluation, task: Task) -> dict[str, 
     ranks = int(plan.placement["world_size"])
     if ranks == 1:
         return _compute_as(World(), function, evaluation, task, evaluation.run.logs)
-    runner_of(task).check_evaluation(plan.placement["devices"])
     with TemporaryDirectory(prefix="lockstep-evaluate-") as path:
         results: list[dict[str, Any]] = run_on_ranks(
             _on_rank,
