@@ -144,8 +144,6 @@ OTHERS[TWO_RANKS] = {
     ),
     **dict.fromkeys(
         [
-            "spectral_norm (parametrization)",
-            "weight_norm (parametrization)",
             "one open file for training and validation",
             "an SQLite table",
         ],

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel
 from torch import nn
 
 import lockstep
 from lockstep import Datasets, Loss, Task
 from lockstep.cli.main import main
+from lockstep.config import resolve
 from lockstep.config.named import code_in, named
 from lockstep.errors import ConfigError, TaskError
-from lockstep.tasks.registry import configured, find_task, make_task
+from lockstep.tasks.registry import configured, find_task, make_task, pack_task
 from tests.conftest import cli_environment
 from tests.gloo import ROOT
 
@@ -53,6 +55,26 @@ class Detached(First):
     def distance(self, a, b):
         return torch.tensor(super().distance(a, b).item())
 """
+
+
+def test_a_task_that_has_a_parametrized_model_is_sent_to_other_processes() -> None:
+    class HasModel(Task):
+        def __init__(self) -> None:
+            self.net = nn.Sequential(
+                nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)),
+                nn.utils.parametrizations.spectral_norm(nn.Conv1d(2, 2, 1)),
+            )
+
+    task = HasModel()
+    config = resolve({"task": {"name": f"{__name__}:HasModel"}})
+    sent: Any = pack_task(task, config)()
+    assert [name for name, _ in sent.net.named_parameters()] == [name for name, _ in task.net.named_parameters()]
+    inputs = torch.randn(5, 3)
+    for ours, theirs in zip(task.net.eval(), sent.net.eval(), strict=True):
+        assert torch.equal(ours.weight, theirs.weight)
+    theirs.weight = torch.eye(2)[:, :, None]  # is assigned through the parametrization
+    assert "weight" not in theirs._parameters
+    assert torch.equal(task.net[0](inputs), sent.net[0](inputs))
 
 
 class Sized(Task):

@@ -23,6 +23,7 @@ try:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.nn.modules.batchnorm import _NormBase as NormBase  # also of InstanceNorm
     from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+    from torch.nn.utils.parametrize import _inject_new_class, _inject_property, is_parametrized
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map
 
@@ -144,6 +145,23 @@ def is_spectral_norm(layer: nn.Module, attribute: str) -> bool:
     """Return whether a buffer belongs to spectral normalisation, as a parametrization or in the older form."""
     older = attribute[-2:] in {"_u", "_v"} and hasattr(layer, attribute[:-2] + "_orig")
     return older or type(layer).__name__ == "_SpectralNorm"
+
+
+def reduce_parametrized(value: Any) -> tuple[Any, ...] | None:
+    """Return how to pickle a module with parametrizations (``weight_norm``), which torch refuses; ``None``: no such."""
+    if not (isinstance(value, nn.Module) and is_parametrized(value)):
+        return None
+    names = list(value.parametrizations)  # type: ignore[arg-type]
+    return _parametrized, (type(value).__bases__[0], names), vars(value)
+
+
+def _parametrized(kind: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    """Make an empty module of class ``kind`` whose tensors ``names`` are parametrized."""
+    module: nn.Module = kind.__new__(kind)
+    _inject_new_class(module)
+    for name in names:
+        _inject_property(module, name)
+    return module
 
 
 def check_input_dim(layer: Any, value: Tensor) -> None:

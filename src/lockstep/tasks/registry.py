@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import io
 import os
 import pickle
 import sys
@@ -277,16 +278,29 @@ def pack_task(task: Task, config: RunConfig) -> Callable[[], Task]:
     is_named = not config.task.name.startswith(f"{kind.__module__}:")
     if is_named or (not is_script and takes_settings and importlib.util.find_spec(kind.__module__) is not None):
         return partial(_named_task, config)
-    import cloudpickle
-
     try:
-        return partial(_unpickled_task, cloudpickle.dumps(task), config)
+        return partial(_unpickled_task, _pickled(task), config)
     except Exception as error:  # any that the task's objects raise
         raise TaskError(
             f"the task {kind.__qualname__} cannot be sent to other processes",
             why=f"{type(error).__name__}: {error}",
             fix="define it in a separate module, or keep open files and locks out of its attributes",
         ) from error
+
+
+def _pickled(task: Task) -> bytes:
+    """Pickle a task, with what belongs to a script by value, and with parametrized modules."""
+    import cloudpickle
+
+    from lockstep._compat.torch import reduce_parametrized
+
+    class TaskPickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            return reduce_parametrized(value) or super().reducer_override(value)
+
+    with io.BytesIO() as file:
+        TaskPickler(file).dump(task)
+        return file.getvalue()
 
 
 def _named_task(config: RunConfig) -> Task:
