@@ -251,3 +251,13 @@ def test_a_name_that_is_missing_is_named_with_the_version() -> None:
     assert isinstance(error, UnsupportedError)
     assert f"torch {torch.__version__.split('+')[0]}" in error.what and "torch._gone_" in error.what
     assert callable(_compat.run_exit_functions)
+
+
+def test_parametrized_modules_are_reduced_to_their_class_names_and_state() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    assert compat.reduce_parametrized(nn.Linear(3, 2)) is None
+    make, arguments, state = compat.reduce_parametrized(layer) or pytest.fail("is parametrized")
+    again = make(*arguments)
+    again.__setstate__(state)
+    inputs = torch.randn(4, 3)
+    assert torch.equal(again(inputs), layer(inputs))

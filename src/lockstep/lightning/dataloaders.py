@@ -142,7 +142,7 @@ def _combined(loaders: Any) -> Any:
 class SharedBatches:
     """Batch sampler of one rank for evaluation: the batches of the loader in index order, whole, for ranks in turn.
 
-    The last ranks may have one batch less. Where they log values, fewer batches than ranks are cut into smaller ones,
+    The last ranks may have one batch less. If they log values, fewer batches than ranks are cut into smaller ones,
     one for each rank, since a rank without a batch would leave the evaluation before the others.
 
     Args:
@@ -398,7 +398,7 @@ def evaluation_loader(
 
 
 Change = Callable[[Any], Any]
-#: What a Trainer calls ``setup()`` for, by the split that it reads.
+#: The stages of ``setup()``, by the split that a Trainer reads.
 _STAGES = {"train": "fit", "val": "validate", "test": "test", "predict": "predict"}
 
 
@@ -440,11 +440,11 @@ def replaced_loaders(
                 if defines(owner, name):
                     hide(owner, name, _seeded(getattr(owner, name), seed, changes.get(name)))
         data, module = owners
-        asked = module if data is None else data  # a Trainer that has a data module asks it alone
+        queried = module if data is None else data  # a Trainer that has a data module asks it alone
         for split, name in (("train", "train_dataloader"), (predicted, "predict_dataloader")):
-            owner = next((owner for owner in (asked, module) if defines(owner, f"{split}_dataloader")), None)
+            owner = next((owner for owner in (queried, module) if defines(owner, f"{split}_dataloader")), None)
             if owner is not None:
-                hide(asked, name, getattr(owner, f"{split}_dataloader"))
+                hide(queried, name, getattr(owner, f"{split}_dataloader"))
         yield
 
 

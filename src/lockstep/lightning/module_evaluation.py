@@ -48,7 +48,7 @@ def evaluate_module(
 ) -> tuple[dict[str, float], int | None]:
     """Evaluate ``task.module`` on ``split``: its logged values, by the names of rows, and the number of samples.
 
-    Their number is ``None`` where a loader does not say it: of an iterable data set, or several loaders in one.
+    Their number is ``None`` if a loader does not say it: of an iterable data set, or several loaders in one.
     """
     module = task.module
     step = {"val": "validation_step", "test": "test_step"}.get(split)
@@ -80,7 +80,7 @@ def evaluate_module(
 
 
 class Predictions(BasePredictionWriter):
-    """Keeps what ``predict_step`` returned for the batches of this rank, by loader, and the indices of their samples.
+    """Keeps the results of ``predict_step`` for the batches of this rank, by loader, and the indices of their samples.
 
     A loader that does not say its indices has none.
     """
@@ -131,7 +131,7 @@ def predict_checkpoint(task: ModuleTask, reopened: Reopened) -> Iterator[list[li
 
 
 def _rows_of_batches(predictions: Predictions, loader: int) -> Iterator[list[Row]]:
-    """Yield the rows of each batch that this rank has of a loader; where it has no indices, they are numbered."""
+    """Yield the rows of each batch of a loader on this rank, numbered if the loader does not say its indices."""
     done = 0
     for number, output in enumerate(predictions.outputs[loader] if predictions.outputs else []):
         columns = output if isinstance(output, Mapping) else _columns(output)

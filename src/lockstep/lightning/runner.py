@@ -103,12 +103,12 @@ class ModuleRunner(TaskRunner):
             reason = "its loss" if request.with_loss else "data that its loaders do not have"
             raise UnsupportedError(
                 f"the predictions of a LightningModule cannot have {reason}",
-                why="its predict_step() gets the batches of its loaders, and decides what it returns",
+                why="its predict_step() gets the batches of its loaders and returns any columns",
                 fix="name predict, test, val or train, without --loss (loss=True); predict_step() may return the loss",
             )
 
     def predictions(self, reopened: Reopened) -> Iterator[list[list[Row]]]:
-        """Yield what the module's ``predict_step`` returns, as rows. Collective."""
+        """Yield the results of the module's ``predict_step`` as rows. Collective."""
         from lockstep.lightning.module_evaluation import predict_checkpoint
 
         return predict_checkpoint(self.task, reopened)
