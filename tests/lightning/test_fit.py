@@ -170,6 +170,18 @@ def test_one_device_trains_the_object_itself_and_fills_the_run_folder(tmp_path: 
         assert torch.equal(value, module.state_dict()[name])
 
 
+class ValidatesItself(own.Classifier):
+    def val_dataloader(self) -> Any:
+        return DataLoader(own._numbered(5, 2), batch_size=2)
+
+
+def test_loaders_that_are_not_given_are_those_of_the_module(tmp_path: Path) -> None:
+    loader = DataLoader(own._numbered(16, 1), batch_size=8)
+    run = fit(ValidatesItself(), loader, hardware=ONE, config=settings(tmp_path, epochs=1))
+    assert run.history[-1]["val_number"] == 2.0
+    assert run.evaluate("val")["val_number"] == 2.0
+
+
 @pytest.mark.slow
 def test_a_named_module_stopped_on_two_ranks_goes_on_with_one_and_three(tmp_path: Path) -> None:
     """Every epoch uses every sample once, whatever number of ranks takes which part of it."""

@@ -102,32 +102,38 @@ def predict_checkpoint(task: ModuleTask, reopened: Reopened) -> Iterator[list[li
 
     The loaders' batches are dealt whole to the ranks in turn, and the predictions of a rank are in its memory.
     """
-    request = reopened.evaluation
     collectives = reopened.collectives
-    split = request.split
+    _check_data(task, reopened.evaluation.split)
+    with _weights_of_checkpoint(task, reopened):  # predictions may be views of them
+        predictions = _predicted(task, reopened)
+        number_of_loaders = int(*collectives.max(float(len(predictions.outputs))))
+        for loader in range(number_of_loaders):
+            rows = _rows_of_batches(predictions, loader)
+            batches = len(predictions.outputs[loader]) if predictions.outputs else 0
+            for _ in range(int(*collectives.max(float(batches)))):
+                gathered = collectives.gather(next(rows, [])) or []
+                if number_of_loaders > 1:
+                    gathered = [[{"dataloader": loader, **row} for row in batch] for batch in gathered]
+                yield gathered
+
+
+def _predicted(task: ModuleTask, reopened: Reopened) -> Predictions:
+    """Predict this rank's batches. Collective."""
+    request = reopened.evaluation
     seed = request.config.training.seed
     module = task.module
-    _check_data(task, split)
-    if collectives.size > 1:  # there may be fewer batches than ranks, which have copies of a user's object
+    if reopened.world.size > 1:  # there may be fewer batches than ranks, which have copies of a user's object
         module.allow_zero_length_dataloader_with_multiple_devices = True
 
     def shared(loader: Any) -> Any:
         return evaluation_loader(loader, reopened.world, seed, predicts=True)
 
     predictions = Predictions()
-    loaders = replaced_loaders([task.datamodule, module], shared, seed=seed, predicted=split)
-    with quiet_trainer(), loaders, _weights_of_checkpoint(task, reopened):
+    loaders = replaced_loaders([task.datamodule, module], shared, seed=seed, predicted=request.split)
+    with quiet_trainer(), loaders:
         trainer = _trainer(request.plan.placement, reopened.world, callbacks=[predictions])
         trainer.predict(module, datamodule=task.datamodule, return_predictions=False)
-    number_of_loaders = int(*collectives.max(float(len(predictions.outputs))))
-    for loader in range(number_of_loaders):
-        rows = _rows_of_batches(predictions, loader)
-        batches = len(predictions.outputs[loader]) if predictions.outputs else 0
-        for _ in range(int(*collectives.max(float(batches)))):
-            gathered = collectives.gather(next(rows, [])) or []
-            if number_of_loaders > 1:
-                gathered = [[{"dataloader": loader, **row} for row in batch] for batch in gathered]
-            yield gathered
+    return predictions
 
 
 def _rows_of_batches(predictions: Predictions, loader: int) -> Iterator[list[Row]]:
