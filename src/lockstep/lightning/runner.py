@@ -15,7 +15,6 @@ from lockstep.checkpoint.store import Snapshot
 from lockstep.config import RunConfig
 from lockstep.engine.inspection import inspect_task
 from lockstep.engine.model_inputs import Inputs
-from lockstep.engine.predict import Row
 from lockstep.engine.rank_context import RankContext
 from lockstep.engine.reopened import Evaluation, Reopened
 from lockstep.engine.runner import TaskRunner
@@ -107,7 +106,7 @@ class ModuleRunner(TaskRunner):
                 fix="name predict, test, val or train, without --loss (loss=True); predict_step() may return the loss",
             )
 
-    def predictions(self, reopened: Reopened) -> Iterator[list[list[Row]]]:
+    def predictions(self, reopened: Reopened) -> Iterator[list[list[dict[str, Any]]]]:
         """Yield the results of the module's ``predict_step`` as rows. Collective."""
         from lockstep.lightning.module_evaluation import predict_checkpoint
 
