@@ -71,38 +71,36 @@ class LoaderFacts(NamedTuple):
         sizes = {"batch_size": batch_size, "tail": "drop" if self.drop_last else training.tail}
         return config.with_values(training=sizes, data={"epoch_samples": None})
 
+    def revised(self, plan: Plan, config: RunConfig) -> Plan:
+        """Return ``plan`` with the decisions of module and loader, and notes on unused settings of ``config``.
 
-def revised_plan(plan: Plan, config: RunConfig, loader: LoaderFacts) -> Plan:
-    """Return ``plan`` with the decisions of the module and its loader, and notes on unused settings of ``config``.
+        Raises:
+            UnsupportedError: the strategy divides the model, or is ``dp``.
+        """
+        if plan.strategy.scatters or plan.strategy.divides:
+            raise UnsupportedError(
+                f"strategy {plan.strategy.name} is not available for a LightningModule",
+                why="Lightning's Trainer would divide the batch or the model itself",
+                fix="use --strategy auto: it selects ddp on several devices",
+            )
+        decisions = {key: self._decision(each) for key, each in plan.decisions.items() if key not in _UNUSED}
+        notes = [note for note in plan.notes if not note.key.startswith(("lr_", "warmup"))]
+        return plan.model_copy(update={"decisions": decisions, "notes": (*notes, *_notes(plan, config))})
 
-    Raises:
-        UnsupportedError: the strategy divides the model, or is ``dp``.
-    """
-    if plan.strategy.scatters or plan.strategy.divides:
-        raise UnsupportedError(
-            f"strategy {plan.strategy.name} is not available for a LightningModule",
-            why="Lightning's Trainer would divide the batch or the model itself",
-            fix="use --strategy auto: it selects ddp on several devices",
-        )
-    decisions = {key: _revised(each, loader) for key, each in plan.decisions.items() if key not in _UNUSED}
-    notes = [note for note in plan.notes if not note.key.startswith(("lr_", "warmup"))]
-    return plan.model_copy(update={"decisions": decisions, "notes": (*notes, *_notes(plan, config))})
-
-
-def _revised(decision: Decision, loader: LoaderFacts) -> Decision:
-    key = decision.key
-    if key in _BY_MODULE:
-        return replace(decision, value=None, shown="of the module", reason=_BY_MODULE[key])
-    if key == "batch_size" and decision.value == loader.batch_size:
-        return replace(decision, reason="set by the module's DataLoader")
-    if key != "order":
-        return decision
-    if loader.batches is not None:
-        reason = "the loader's order, which only one device can keep"
-        return replace(decision, value=None, shown="of the loader", reason=reason)
-    if loader.shuffle:
-        return replace(decision, reason="the DataLoader shuffles: Lockstep shuffles again in each epoch")
-    return decide(key, (True, "index", "the DataLoader does not shuffle: index order"))
+    def _decision(self, decision: Decision) -> Decision:
+        key = decision.key
+        if key in _BY_MODULE:
+            return replace(decision, value=None, shown="of the module", reason=_BY_MODULE[key])
+        if key == "batch_size" and decision.value == self.batch_size:
+            return replace(decision, reason="set by the module's DataLoader")
+        if key != "order":
+            return decision
+        if self.batches is not None:
+            reason = "the loader's order, which only one device can keep"
+            return replace(decision, value=None, shown="of the loader", reason=reason)
+        if self.shuffle:
+            return replace(decision, reason="the DataLoader shuffles: Lockstep shuffles again in each epoch")
+        return decide(key, (True, "index", "the DataLoader does not shuffle: index order"))
 
 
 def _notes(plan: Plan, config: RunConfig) -> Iterator[Note]:

@@ -20,7 +20,6 @@ from lockstep.engine.reopened import Evaluation, Reopened
 from lockstep.engine.runner import TaskRunner
 from lockstep.engine.task import Datasets, Task
 from lockstep.errors import DataError, UnsupportedError
-from lockstep.lightning.module_plan import revised_plan
 from lockstep.lightning.module_task import ModuleTask
 from lockstep.planning import Plan, TaskFacts
 
@@ -74,7 +73,7 @@ class ModuleRunner(TaskRunner):
 
     def revised(self, plan: Plan, config: RunConfig) -> Plan:
         """Return ``plan`` with the decisions of the module; raise where Lightning's Trainer cannot follow it."""
-        return revised_plan(plan, config, self.task.loader_facts)
+        return self.task.loader_facts.revised(plan, config)
 
     def fitting(self, rank: RankContext, datasets: Datasets | None, ending: ExitStack) -> ModuleFit:
         """Build what trains on a rank. Lightning's Trainer opens the data. Collective."""
