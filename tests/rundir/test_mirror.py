@@ -339,6 +339,28 @@ def test_a_mirror_is_read_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (refusal.value.code, refusal.value.exit_code) == ("RUN_NOT_USABLE", 2)
 
 
+def test_runs_below_a_url_are_listed_as_long_as_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A damaged run hides no other one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    mirrors = tmp_path / "mirrors"
+
+    def listed() -> set[str]:
+        assert main(["runs", "--runs-dir", mirrors.as_uri(), "--json"]) == 0
+        return {run["id"] for run in json.loads(capsys.readouterr().out)["runs"]}
+
+    for name in ("one", "two", "three"):
+        run, _ = new_run(tmp_path / name, f"run-{name}")
+        run.update(status="failed")
+        assert started(run, (mirrors / name).as_uri()).close(60.0)
+    assert listed() == {"run-one", "run-two", "run-three"}
+    (mirrors / "two" / "run.json").write_text("{")
+    assert listed() == {"run-one", "run-three"}
+    shutil.rmtree(mirrors / "one")
+    assert listed() == {"run-three"}
+
+
 @pytest.mark.parametrize(
     ("address", "status", "code"),
     [

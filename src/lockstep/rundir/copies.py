@@ -38,6 +38,12 @@ class Copy:
 
     def refresh(self) -> RunDir:
         """Copy new and changed files; the run."""
+        self.update()
+        self.run.read()
+        return self.run
+
+    def update(self) -> None:
+        """Copy new and changed files, also of a run that is damaged."""
         with reaching(self.remote.url):
             names = self.remote.names()
             if "run.json" not in names:
@@ -54,8 +60,6 @@ class Copy:
         for name in {*names_in(self.run.checkpoints)} - complete:
             if CHECKPOINT.fullmatch(name):
                 remove(self.run.checkpoints / name)
-        self.run.read()
-        return self.run
 
 
 def no_run(url: str) -> RunFolderError:
@@ -72,16 +76,20 @@ class CopiedRuns:
         self._copies: dict[str, Copy] = {}
 
     def refresh(self) -> Path:
-        """Copy new and changed files; the folder. Raises :class:`RunFolderError`."""
+        """Copy new and changed files, and remove copies of runs that are gone; the folder.
+
+        Raises :class:`RunFolderError`.
+        """
         with reaching(self._remote.url):
             names = self._remote.names()
-        for parent, _, name in (name.rpartition("/") for name in names):
-            if name == "run.json" and "/" not in parent and parent not in self._copies:
-                url = f"{self._remote.url}/{parent}".rstrip("/")
-                self._copies[parent] = Copy(url, self._folder / url.rpartition("/")[2])
-        for copy in self._copies.values():
-            copy.refresh()
+        parents = [parent for parent, _, name in (name.rpartition("/") for name in names) if name == "run.json"]
+        urls = {f"{self._remote.url}/{parent}".rstrip("/") for parent in parents if "/" not in parent}
+        self._copies = {url: self._copies.get(url) or Copy(url, self._folder / url.rpartition("/")[2]) for url in urls}
         make_folders(self._folder)
+        for gone in {*names_in(self._folder)} - {copy.run.path.name for copy in self._copies.values()}:
+            remove(self._folder / gone)
+        for copy in self._copies.values():
+            copy.update()
         return self._folder
 
     def follow(self) -> Path:
