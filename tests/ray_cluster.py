@@ -19,10 +19,25 @@ from tests.gloo import ROOT, TOKEN_VARIABLE, clean_environment
 
 #: How long Ray may take for any of its steps, on a busy machine.
 PATIENCE_S = 240.0
+#: For each line that it reads, writes the living nodes: ids by address. Importing Ray for each question takes seconds.
+NODES = """
+import json, sys
+from ray._raylet import GcsClient
+client = None
+for _ in sys.stdin:
+    try:
+        client = client or GcsClient(address=sys.argv[1])
+        nodes = client.get_all_node_info(timeout=10).values()
+    except Exception:  # the head is not ready
+        client = None
+        nodes = ()
+    alive = {node.node_manager_address: node.node_id.hex() for node in nodes if node.state == 0}
+    print(json.dumps(alive), flush=True)
+"""
 
 
 class Cluster:
-    """Node processes of one Ray cluster; the first is the head. Each has a separate address.
+    """Node processes of one Ray cluster, each with a separate address; the first that is added is the head, number 1.
 
     Args:
         folder: for Ray's files.
@@ -33,33 +48,43 @@ class Cluster:
     def __init__(self, folder: Path, cpus: int = 1, **variables: str) -> None:
         self.port = free_port()
         self._cpus = cpus
-        addresses = {"RAY_TMPDIR": str(folder), "RAY_ADDRESS": f"127.0.0.1:{self.port}"}
-        environment = clean_environment(**addresses, PYTHONPATH=str(ROOT / "src"), **variables)
+        #: Variables with which a command finds the cluster.
+        self.variables = {"RAY_TMPDIR": str(folder), "RAY_ADDRESS": f"127.0.0.1:{self.port}", **variables}
+        environment = clean_environment(PYTHONPATH=str(ROOT / "src"), **self.variables)
         # Ray's processes live as long as the module's tests: without the mark of the test that starts them.
         self.environment = {key: value for key, value in environment.items() if key != TOKEN_VARIABLE}
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
-        self.add_node(1)
+        self._asked = subprocess.Popen(
+            [sys.executable, "-c", NODES, f"127.0.0.1:{self.port}"],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
 
     def add_node(self, number: int) -> None:
         """Start a node and wait until it has joined the cluster."""
+        address = f"127.0.0.{number}"
+        before = {*self._alive().values()} if self._nodes else set()  # a node that was killed may still count
         role = [f"--address=127.0.0.1:{self.port}"]
         if number == 1:
             role = ["--head", f"--port={self.port}", "--include-dashboard=false"]
         words = [
             "start",
             *role,
-            f"--node-ip-address=127.0.0.{number}",
+            f"--node-ip-address={address}",
             f"--num-cpus={self._cpus}",
             "--disable-usage-stats",
         ]
         self._nodes[number] = subprocess.Popen(
-            [ray_program(), *words, "--object-store-memory=100000000", "--block"],
+            [ray_program(), *words, "--object-store-memory=100000000", "--include-log-monitor=false", "--block"],
             env={key: value for key, value in self.environment.items() if key != "RAY_ADDRESS"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        wait_until(lambda: self._alive() == len(self._nodes))
+        wait_until(lambda: bool({*self._alive().values()} - before))
 
     def kill_node(self, number: int) -> None:
         """Kill a node's processes, as a power failure would."""
@@ -71,12 +96,9 @@ class Cluster:
 
     def drain_node(self, number: int, within_s: int) -> None:
         """Tell Ray that a node is taken away in ``within_s`` seconds."""
-        code = "import json, ray; ray.init(log_to_driver=False); print(json.dumps(ray.nodes()))"
-        printed = subprocess.run([sys.executable, "-c", code], env=self.environment, capture_output=True, text=True)
-        node_ids = {node["NodeManagerAddress"]: node["NodeID"] for node in json.loads(printed.stdout)}
         words = [
             "drain-node",
-            f"--node-id={node_ids[f'127.0.0.{number}']}",
+            f"--node-id={self._alive()[f'127.0.0.{number}']}",
             "--reason=DRAIN_NODE_REASON_PREEMPTION",
             "--reason-message=test",
             f"--deadline-remaining-seconds={within_s}",
@@ -86,11 +108,15 @@ class Cluster:
     def close(self) -> None:
         for number in sorted(self._nodes, reverse=True):
             self.kill_node(number)
+        self._asked.communicate()
 
-    def _alive(self) -> int:
-        code = "import ray; ray.init(log_to_driver=False); print(sum(node['Alive'] for node in ray.nodes()))"
-        done = subprocess.run([sys.executable, "-c", code], env=self.environment, capture_output=True, text=True)
-        return int(done.stdout or 0) if done.returncode == 0 else 0
+    def _alive(self) -> dict[str, str]:
+        """Ids of the living nodes by address."""
+        assert self._asked.stdin is not None and self._asked.stdout is not None
+        self._asked.stdin.write("\n")
+        self._asked.stdin.flush()
+        alive: dict[str, str] = json.loads(self._asked.stdout.readline())
+        return alive
 
 
 def free_port() -> int:
@@ -116,7 +142,7 @@ def running_cluster(nodes: int, cpus: int = 1, **variables: str) -> Iterator[Clu
     (folder / "ray").mkdir()
     cluster = Cluster(folder, cpus, **variables)
     try:
-        for number in range(2, nodes + 1):
+        for number in range(1, nodes + 1):
             cluster.add_node(number)
         yield cluster
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lockstep
 from lockstep import ArrayDataset, Loss, Task, make_plan
 from lockstep.api.finished.evaluation import evaluate
 from lockstep.checkpoint.store import CheckpointStore, Snapshot
@@ -414,14 +416,23 @@ def test_a_run_goes_on_as_ddp_and_on_one_device_and_sees_each_sample_once(alone:
     """Stopped in mid-epoch on three ranks that divide the model, on with two that copy it, then with one.
 
     The three write their parts of checkpoints themselves; what they leave is one checkpoint like any other, and is
-    evaluated alike on one device and on two that divide it.
+    evaluated alike on one device and on two that divide it. The two have its mirror alone.
     """
-    run = train(TOY, tmp_path / "run", "cpu,cpu,cpu", merge(SAME, merge(SHARDED, up_to(3))))
+    mirror = (tmp_path / "mirror").as_uri()
+    mirrored = {**up_to(3), "storage": {"mirror": mirror}}
+    run = train(TOY, tmp_path / "run", "cpu,cpu,cpu", merge(SAME, merge(SHARDED, mirrored)))
     assert run.plan()["placement"]["strategy"] == "fsdp"
     assert shards_of(run) == 3
     whole, parts = (evaluate(run, devices=devices, checkpoint="last") for devices in ("cpu", "cpu,cpu"))
     assert parts["metrics"] == pytest.approx(whole["metrics"])
-    go_on(run, "cpu,cpu", {"hardware": {"strategy": "ddp"}, **up_to(9)})
+    saved = CheckpointStore(run.checkpoints).load(3)
+    shutil.rmtree(run.path)
+    as_ddp = {"hardware": {"strategy": "ddp"}, **up_to(9)}
+    resumed = lockstep.Run(mirror, runs_dir=tmp_path / "runs").resume(config=as_ddp, devices="cpu,cpu")
+    assert resumed.exit_code == 0
+    run = RunDir(resumed.run_dir)
+    fetched = CheckpointStore(run.checkpoints).load(3)
+    assert all(torch.equal(fetched.model[name], value) for name, value in saved.model.items())
     assert shards_of(run) == 0
     go_on(run, "cpu", {"hardware": {"strategy": "auto"}, **up_to(None)})
     assert used(run) == {1: list(range(200)), 2: list(range(200))}

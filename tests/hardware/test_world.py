@@ -33,6 +33,11 @@ def test_torchrun() -> None:
     assert (world.is_main, world.nodes, world.from_outside) == (False, 2, True)
 
 
+def test_a_worker_of_ray_knows_its_node() -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert read_world({**variables, "NODE_RANK": "1"}) == World(1, 2, 0, 1, 1, "torchrun")
+
+
 def test_lockstep_own_launcher_is_not_from_outside() -> None:
     world = read_world({**TORCHRUN, "LOCKSTEP_LAUNCHER": "1"})
     assert world.launcher == "lockstep"

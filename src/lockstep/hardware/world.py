@@ -94,7 +94,8 @@ def read_world(environ: Mapping[str, str]) -> World:
             size=number("WORLD_SIZE"),
             local_rank=number("LOCAL_RANK", environ["RANK"]),
             local_size=number("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]),
-            node_rank=number("GROUP_RANK", "0"),
+            # Ray's TorchTrainer has another name for it.
+            node_rank=number("GROUP_RANK" if "GROUP_RANK" in environ else "NODE_RANK", "0"),
             launcher="--nodes" if mark == SEVERAL_NODES else "lockstep" if mark else "torchrun",
             node_count=number("GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environ else None,
         )

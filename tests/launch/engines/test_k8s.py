@@ -20,7 +20,7 @@ import yaml
 from lockstep.cli.main import main
 from lockstep.errors import UsageError
 from lockstep.launch.engines.jobs import job_of_settings
-from lockstep.launch.engines.spec import Job, NodeRange, find_engine
+from lockstep.launch.engines.spec import Job, JobHandle, NodeRange, find_engine
 from lockstep.rundir.folder import RunDir
 from tests.conftest import cli_environment
 from tests.e2e.test_train import SAME, TOY, assert_close, losses, train
@@ -208,14 +208,18 @@ class ApiServer(BaseHTTPRequestHandler):
     objects: ClassVar[dict[str, Any]] = {}
     requests: ClassVar[list[str]] = []
     refuses = False
+    #: Answers to requests for the log, the last one for ever: the container, its output, and how much of it is lost.
+    logs: ClassVar[list[tuple[str, str, int]]] = [("first", "epoch 1/2\n", 0)]
 
-    def answer(self, code: int, content: Any) -> None:
+    def answer(self, code: int, content: Any, lost: int = 0) -> None:
+        """Answer with text or a JSON document; the connection ends ``lost`` bytes before its end."""
         body = content.encode() if isinstance(content, str) else json.dumps(content).encode()
         self.send_response(code)
         self.send_header("Content-Type", "text/plain" if isinstance(content, str) else "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(body[: len(body) - lost])
+        self.close_connection = bool(lost)
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -223,13 +227,17 @@ class ApiServer(BaseHTTPRequestHandler):
             self.answer(200, {"major": "1", "minor": "37", **dict.fromkeys(_VERSION_KEYS, "")})
         elif path.endswith("/pods"):
             labels = {"batch.kubernetes.io/job-completion-index": "0"}
-            metadata = {"name": "run-node-0-0-x", "uid": "1", "labels": labels}
+            metadata = {"name": "run-node-0-0-x", "namespace": "default", "uid": "1", "labels": labels}
             waiting = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": TOO_FEW}
             pending = {"phase": "Pending", "conditions": [waiting]}
-            pods = [{"metadata": metadata, "status": {"phase": "Running"}}]
+            container = {"name": "node", "containerID": self.logs[0][0]}
+            required = {"image": "", "imageID": "", "ready": True, "restartCount": 0}
+            running = {"phase": "Running", "containerStatuses": [{**container, **required}]}
+            pods = [{"metadata": metadata, "status": running}]
             self.answer(200, {"items": [{"metadata": {**metadata, "labels": {}}, "status": pending}, *pods]})
         elif path.endswith("/log"):
-            self.answer(200, "epoch 1/2\n")
+            _, output, lost = self.logs.pop(0) if len(self.logs) > 1 else self.logs[0]
+            self.answer(200, output, lost)
         elif path in self.objects:
             self.answer(200, self.objects[path])
         else:
@@ -309,6 +317,26 @@ def test_a_job_is_created_followed_shown_and_deleted(api_server: type[ApiServer]
     Path("running").rename("complete-2")
     assert main(["train", TOY, *job, "--save-dir", "complete-2", "--resume"]) == 0
     assert api_server.requests[-1] == f"POST {path}"
+
+
+def test_following_survives_broken_connections_and_a_new_container(
+    api_server: type[ApiServer], capsys: PRINTED, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line is shown once; a character that is cut in two, too."""
+    monkeypatch.setattr("lockstep.launch.engines.k8s._PODS_INTERVAL_S", 0.01)
+    before = "α 1\nα 2\n"
+    after = "attempt 2\n"
+    answers = [("first", before, 6), ("first", before, 1), ("first", before, 0), ("second", after, 0)]
+    monkeypatch.setattr(api_server, "logs", answers)
+    handle = JobHandle(engine="k8s", id="TrainJob/default/run", run_folder=tmp_path)
+    output = ""
+    for text in find_engine("k8s").make().logs(handle):
+        output += text
+        if after in output:
+            break
+    lines = [line for line in output.splitlines() if line.startswith(("α", "attempt"))]
+    assert lines == ["α 1", "α 2", "attempt 2"]
+    assert output.count("the pods of TrainJob/default/run") <= 2, "each reason is told once"
 
 
 def test_without_a_cluster_each_error_is_one_clear_text(

@@ -7,9 +7,11 @@ torchrun with ``--resume``, so that a pod that was evicted or restarted resumes 
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,30 +92,58 @@ class Kubernetes:
     def logs(self, handle: JobHandle) -> Iterator[str]:
         """Yield the output of the first pod, and of each that replaces it, and why pods are not placed.
 
-        Waits for output while the first pod runs.
+        Waits for output while the first pod runs. A request that fails is reported once and made again.
         """
         *_, namespace, _plural, name = _path_of(handle)
         selector = f"jobset.sigs.k8s.io/jobset-name={name}"
         printed: set[str] = set()
+        shown = _Shown()
         while True:
-            with _requests(f"the pods of {handle.id} are unknown") as client:
-                core = client.CoreV1Api()
-                pods = core.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=_TIMEOUT_S).items
-                for pod in pods:
-                    for message in _unschedulable(pod):
-                        if message not in printed:
-                            printed.add(message)
-                            yield f"{pod.metadata.name} waits for a node: {message}\n"
-                    is_first = (pod.metadata.labels or {}).get(_INDEX) == "0"
-                    if not is_first or pod.status.phase == "Pending" or pod.metadata.uid in printed:
-                        continue
-                    printed.add(pod.metadata.uid)
-                    log = core.read_namespaced_pod_log(
-                        pod.metadata.name, namespace, follow=True, _preload_content=False
-                    )
-                    yield from (chunk.decode(errors="replace") for chunk in log.stream())
+            try:
+                with _requests(f"the pods of {handle.id} are unknown") as client:
+                    core = client.CoreV1Api()
+                    pods = core.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=_TIMEOUT_S)
+                    for pod in pods.items:
+                        for message in _unschedulable(pod):
+                            if message not in printed:
+                                printed.add(message)
+                                yield f"{pod.metadata.name} waits for a node: {message}\n"
+                        is_first = (pod.metadata.labels or {}).get(_INDEX) == "0"
+                        if is_first and pod.status.phase != "Pending":
+                            yield from shown.new_output(core, pod)
+            except UsageError as error:
+                if error.why not in printed:
+                    printed.add(error.why)
+                    yield f"{error.what}: {error.why}\n"
             yield ""
             time.sleep(_PODS_INTERVAL_S)
+
+
+class _Shown:
+    """How much of each container's output has been shown: a connection may break, and a container is restarted."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+        self._complete: set[str] = set()
+
+    def new_output(self, core: Any, pod: Any) -> Iterator[str]:
+        """Yield the new output of a pod's container, as long as it runs."""
+        containers = [status.container_id for status in pod.status.container_statuses or ()]
+        container = f"{pod.metadata.uid} {containers}"
+        if container in self._complete:
+            return
+        log = core.read_namespaced_pod_log(
+            pod.metadata.name, pod.metadata.namespace, follow=True, _preload_content=False
+        )
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a chunk may end within a character
+        position = 0
+        for chunk in log.stream():
+            new = chunk[max(0, self._bytes[container] - position) :]
+            position += len(chunk)
+            self._bytes[container] += len(new)
+            yield decoder.decode(new)
+        if pod.status.phase != "Running":
+            self._complete.add(container)
 
 
 def _unschedulable(pod: Any) -> Iterator[str]:
