@@ -425,14 +425,12 @@ def test_a_run_goes_on_as_ddp_and_on_one_device_and_sees_each_sample_once(alone:
     assert shards_of(run) == 3
     whole, parts = (evaluate(run, devices=devices, checkpoint="last") for devices in ("cpu", "cpu,cpu"))
     assert parts["metrics"] == pytest.approx(whole["metrics"])
-    saved = CheckpointStore(run.checkpoints).load(3)
     shutil.rmtree(run.path)
     as_ddp = {"hardware": {"strategy": "ddp"}, **up_to(9)}
     resumed = lockstep.Run(mirror, runs_dir=tmp_path / "runs").resume(config=as_ddp, devices="cpu,cpu")
     assert resumed.exit_code == 0
     run = RunDir(resumed.run_dir)
-    fetched = CheckpointStore(run.checkpoints).load(3)
-    assert all(torch.equal(fetched.model[name], value) for name, value in saved.model.items())
+    assert run.resumed_from() == {1: 0, 2: 3}
     assert shards_of(run) == 0
     go_on(run, "cpu", {"hardware": {"strategy": "auto"}, **up_to(None)})
     assert used(run) == {1: list(range(200)), 2: list(range(200))}
