@@ -359,6 +359,9 @@ def test_runs_below_a_url_are_listed_as_long_as_they_are_there(
     assert listed() == {"run-one", "run-three"}
     shutil.rmtree(mirrors / "one")
     assert listed() == {"run-three"}
+    [copies] = (tmp_path / "cache").glob("lockstep/mirrors/*/runs")
+    new_run(copies / "here", "run-here")  # as from the page
+    assert listed() == {"run-three", "run-here"}
 
 
 @pytest.mark.parametrize(

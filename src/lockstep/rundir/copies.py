@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError, RunFolderError
-from lockstep.rundir.files import make_folders, names_in, remove
+from lockstep.rundir.files import make_folders, names_in, read_json, remove, write_json
 from lockstep.rundir.folder import RunDir
 from lockstep.rundir.remote import CHECKPOINT, MANIFEST, Remote, is_weights, reaching
 
 #: Seconds between two copies of a mirror that is followed.
 INTERVAL_S = 5.0
+#: In a folder of copies: their names.
+_COPIED = ".copied.json"
 
 
 class Copy:
@@ -86,7 +88,13 @@ class CopiedRuns:
         urls = {f"{self._remote.url}/{parent}".rstrip("/") for parent in parents if "/" not in parent}
         self._copies = {url: self._copies.get(url) or Copy(url, self._folder / url.rpartition("/")[2]) for url in urls}
         make_folders(self._folder)
-        for gone in {*names_in(self._folder)} - {copy.run.path.name for copy in self._copies.values()}:
+        # The folder may have more, such as runs that were started from the page.
+        record = self._folder / _COPIED
+        copied = sorted(copy.run.path.name for copy in self._copies.values())
+        previous = read_json(record) if record.exists() else []
+        if copied != previous:
+            write_json(record, copied)
+        for gone in {*names_in(self._folder)} & ({*previous} - {*copied}):
             remove(self._folder / gone)
         for copy in self._copies.values():
             copy.update()
