@@ -1,12 +1,13 @@
-"""Kubernetes: documents against the models of Kubeflow and JobSet, their command, and requests to an API server."""
+"""Kubernetes: documents against the models of Kubeflow and JobSet, and requests to an API server.
+
+Their command is run in :mod:`tests.launch.engines.test_engines_agree`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,8 +23,7 @@ from lockstep.errors import UsageError
 from lockstep.launch.engines.jobs import job_of_settings
 from lockstep.launch.engines.spec import Job, JobHandle, NodeRange, find_engine
 from lockstep.rundir.folder import RunDir
-from tests.conftest import cli_environment
-from tests.e2e.test_train import SAME, TOY, assert_close, losses, train
+from tests.e2e.test_train import TOY
 
 K8S = ("--on", "k8s", "--k8s-image", "registry.example.com/lockstep:1")
 PRINTED = pytest.CaptureFixture[str]
@@ -143,57 +143,16 @@ def test_a_resumed_job_gets_the_time_of_three_saves_to_stop(tmp_path: Path) -> N
         assert pod["terminationGracePeriodSeconds"] > grace_s
 
 
-def test_a_mirror_needs_no_volume() -> None:
-    job = Job(
-        command=(), run_folder=Path("/tmp/run"), nodes=NodeRange(1, 1), mirror="s3://x", options={"k8s_image": "i"}
-    )
-    assert pod_of(document(job))["volumes"][0] == {"name": "runs", "emptyDir": {}}
-
-
-# --- its command -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_printed_command_trains_under_the_variables_of_kubeflow(capsys: PRINTED, tmp_path: Path) -> None:
-    """Two pods' containers as processes of this machine: the losses are those of two local ranks."""
-    volume = ("--k8s-volume", f"runs:{tmp_path}", "--save-dir", str(tmp_path / "pods" / "run"))
-    manifest = printed(capsys, *K8S, *volume, "--nodes", "2", "--devices", "cpu", *SAME)
-    trainer = manifest["spec"]["trainer"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    runtime = {
-        "PET_NNODES": str(trainer["numNodes"]),
-        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": str(port),
-    }
-    own = {variable["name"]: variable["value"] for variable in trainer["env"]}
-    assert trainer["command"][0] == "python"
-    pods = [
-        subprocess.Popen(
-            [sys.executable, *trainer["command"][1:]],
-            env=cli_environment(**runtime, **own, PET_NODE_RANK=str(node)),
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in range(2)
-    ]
-    try:
-        outputs = [pod.communicate(timeout=110)[0] for pod in pods]
-    finally:
-        for pod in pods:
-            pod.kill()
-    assert [pod.returncode for pod in pods] == [0, 0], outputs
-    train(tmp_path, "--devices", "cpu,cpu", *SAME)
-    run = tmp_path / "pods" / "run"
-    assert RunDir(run).plan()["placement"]["nodes"] == 2
-    for ours, theirs in zip(losses(run), losses(tmp_path / "run"), strict=True):
-        for name in ("train_loss", "val_loss", "val_accuracy", "lr"):
-            assert ours[name] == pytest.approx(theirs[name]), name
-    assert_close(run, tmp_path / "run")
+@pytest.mark.parametrize("nodes", [NodeRange(1, 1), NodeRange(2, 2), NodeRange(1, 2)])
+def test_one_pod_with_a_mirror_needs_no_volume(nodes: NodeRange) -> None:
+    """Several would have a run folder each, and refuse to train."""
+    job = Job(command=(), run_folder=Path("/tmp/run"), nodes=nodes, mirror="s3://x", options={"k8s_image": "i"})
+    if nodes.maximum == 1:
+        assert pod_of(document(job))["volumes"][0] == {"name": "runs", "emptyDir": {}}
+        return
+    with pytest.raises(UsageError) as caught:
+        document(job)
+    assert "--k8s-volume" in caught.value.fix and "ReadWriteMany" in caught.value.fix
 
 
 # --- requests --------------------------------------------------------------------------------------

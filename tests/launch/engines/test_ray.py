@@ -78,21 +78,13 @@ def weights(folder: Path) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ranks_under_ray_train_what_local_ranks_train(cluster: Cluster, tmp_path: Path) -> None:
-    # More ranks than CPUs, and a rank that needs more CPUs than one node has.
-    for request in (("--nodes", "3"), ("--ray-resource", "CPU=2")):
-        code, output = finish(start(cluster, tmp_path, "--devices", "cpu", "--on", "ray", *request))
-        assert code == 2 and "too few resources" in output and not (tmp_path / "run").exists(), output
-    under_ray, local = tmp_path / "ray", tmp_path / "local"
-    under_ray.mkdir()
-    local.mkdir()
-    code, output = finish(start(cluster, under_ray, "--devices", "cpu", "--nodes", "2", "--on", "ray", "--epochs", "2"))
-    assert code == 0, output
-    code, output = finish(start(cluster, local, "--devices", "cpu,cpu", "--epochs", "2"))
-    assert code == 0, output
-    plan = json.loads((under_ray / "run" / "plan.json").read_text())
-    assert plan["decisions"]["ranks"]["value"] == 2
-    assert weights(under_ray) == weights(local)
+@pytest.mark.parametrize("demand", [("--nodes", "3"), ("--ray-resource", "CPU=2")])
+def test_a_cluster_that_is_too_small_is_refused(cluster: Cluster, tmp_path: Path, demand: tuple[str, ...]) -> None:
+    """For more ranks than CPUs, and for a rank that needs more CPUs than one node has."""
+    code, output = finish(start(cluster, tmp_path, "--devices", "cpu", "--on", "ray", *demand))
+    assert (code, output.count("error:"), output.count("fix:")) == (2, 1, 1), output
+    assert "CPU" in output
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,68 +155,111 @@ def _unschedulable(pod: Any) -> Iterator[str]:
 
 def document(job: Job) -> dict[str, Any]:
     """Make the custom object of ``job``. Raises :class:`UsageError`: a value is missing, or would be refused."""
-    options = job.options
     kind = _kind(job)
     name = _object_name(job.run_folder.name.lower().replace("_", "-"), "the name of the run folder")
-    metadata = {"name": name, "namespace": _object_name(options.get("k8s_namespace") or "default", "--k8s-namespace")}
+    namespace = _object_name(job.options.get("k8s_namespace") or "default", "--k8s-namespace")
     group, version, _ = _KINDS[kind]
-    body = {"apiVersion": f"{group}/{version}", "kind": kind, "metadata": metadata}
-    shared_memory = options.get("k8s_shm") or "8Gi"
-    if not _SIZE.fullmatch(shared_memory):
-        raise UsageError(f"--k8s-shm {shared_memory!r} is not a size", fix="write 8Gi, for example")
-    if not options.get("k8s_image"):
+    body = {"apiVersion": f"{group}/{version}", "kind": kind, "metadata": {"name": name, "namespace": namespace}}
+    make_spec = _train_job if kind == "TrainJob" else _job_set
+    return {**body, "spec": make_spec(job, body)}
+
+
+def _train_job(job: Job, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``spec`` of a ``TrainJob``: the runtime's template, with a trainer and a patch of its pods."""
+    group, _, _ = _KINDS["TrainJob"]
+    resources = _resources(job)
+    trainer = {
+        **_launcher(job, body),
+        "numNodes": job.nodes.maximum,
+        "numProcPerNode": job.ranks_per_node,
+        **({"resourcesPerNode": resources} if resources else {}),
+    }
+    patch = {"name": "node", "template": {"spec": {"template": {"spec": _pod(job, _container(job))}}}}
+    return {
+        "runtimeRef": {
+            "name": job.options.get("k8s_runtime") or "torch-distributed",
+            "kind": "ClusterTrainingRuntime",
+            "apiGroup": group,
+        },
+        "trainer": trainer,
+        "runtimePatches": [
+            {
+                "manager": "lockstep.dev/train",
+                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patch]}}},
+            }
+        ],
+    }
+
+
+def _job_set(job: Job, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``spec`` of a ``JobSet``: one job with a pod for each node."""
+    resources = _resources(job)
+    container = {
+        **_container(job),
+        **_launcher(job, body, meeting=_meeting(job, body["metadata"]["name"])),
+        **({"resources": resources} if resources else {}),
+    }
+    pods = {
+        "completionMode": "Indexed",
+        "completions": job.nodes.maximum,
+        "parallelism": job.nodes.maximum,
+        "template": {"spec": _pod(job, container, restartPolicy="OnFailure")},
+    }
+    return {
+        "failurePolicy": {"maxRestarts": job.max_restarts},
+        "network": {"enableDNSHostnames": True},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": pods}}],
+    }
+
+
+def _launcher(job: Job, body: dict[str, Any], meeting: Sequence[str] = ()) -> dict[str, Any]:
+    """Return image, command and environment of a node's launcher, which is torchrun."""
+    image = job.options.get("k8s_image")
+    if not image:
         raise UsageError("--on k8s needs an image", fix="add --k8s-image with an image that has Lockstep and the task")
-    runs_path, runs_volume = _runs_volume(job)
+    runs_path, _ = _runs_volume(job)
     is_below = job.run_folder.is_relative_to(runs_path)
-    grace_s = round(job.grace_s)
+    torchrun = ["python", "-m", "torch.distributed.run", *meeting, f"--max-restarts={job.max_restarts}"]
     variables = {
         **job.environment,
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_s),  # from SIGTERM until torchrun kills the ranks
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(job.grace_s)),  # from SIGTERM until torchrun kills the ranks
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         _JOB: _id_of(body),
     }
-    env = [{"name": key, "value": value} for key, value in variables.items()]
+    return {
+        "image": image,
+        "command": [*torchrun, *job.arguments(job.run_folder if is_below else runs_path / job.run_folder.name)],
+        "env": [{"name": name, "value": value} for name, value in variables.items()],
+    }
+
+
+def _resources(job: Job) -> dict[str, Any]:
+    """Return the resources of a node; empty without GPUs."""
     number = (job.gpus_per_node or "").rpartition(":")[2]
-    resources = {"limits": {"nvidia.com/gpu": number}} if number else {}
-    meeting = () if kind == "TrainJob" else _meeting(job, name)
-    launcher = ["python", "-m", "torch.distributed.run", *meeting, f"--max-restarts={job.max_restarts}"]
-    command = [*launcher, *job.arguments(job.run_folder if is_below else runs_path / job.run_folder.name)]
+    return {"limits": {"nvidia.com/gpu": number}} if number else {}
+
+
+def _container(job: Job) -> dict[str, Any]:
+    """Return the container of a node with its mounts; the launcher is added to it."""
+    runs_path, _ = _runs_volume(job)
+    mounts = [{"name": "runs", "mountPath": str(runs_path)}, {"name": "shm", "mountPath": "/dev/shm"}]
+    return {"name": "node", "volumeMounts": mounts}
+
+
+def _pod(job: Job, container: dict[str, Any], **more: str) -> dict[str, Any]:
+    """Return the ``spec`` of a node's pod."""
+    shared_memory = job.options.get("k8s_shm") or "8Gi"
+    if not _SIZE.fullmatch(shared_memory):
+        raise UsageError(f"--k8s-shm {shared_memory!r} is not a size", fix="write 8Gi, for example")
+    _, runs_volume = _runs_volume(job)
     # Loader workers share batches in /dev/shm, which has 64 MB otherwise.
     shm_volume = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}}
-    mounts = [{"name": "runs", "mountPath": str(runs_path)}, {"name": "shm", "mountPath": "/dev/shm"}]
-    container: dict[str, Any] = {"name": "node", "volumeMounts": mounts}
-    pod = {"terminationGracePeriodSeconds": grace_s + _EXTRA_GRACE_S, "volumes": [runs_volume, shm_volume]}
-    if kind == "TrainJob":
-        trainer = {"image": options["k8s_image"], "command": command, "env": env}
-        trainer |= {"numNodes": job.nodes.maximum, "numProcPerNode": job.ranks_per_node}
-        trainer |= {"resourcesPerNode": resources} if resources else {}
-        patch = {"name": "node", "template": {"spec": {"template": {"spec": {**pod, "containers": [container]}}}}}
-        spec: dict[str, Any] = {
-            "runtimeRef": {
-                "name": options.get("k8s_runtime") or "torch-distributed",
-                "kind": "ClusterTrainingRuntime",
-                "apiGroup": group,
-            },
-            "trainer": trainer,
-            "runtimePatches": [
-                {
-                    "manager": "lockstep.dev/train",
-                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patch]}}},
-                }
-            ],
-        }
-    else:
-        container |= {"image": options["k8s_image"], "command": command, "env": env}
-        container |= {"resources": resources} if resources else {}
-        number_of_pods = {"completions": job.nodes.maximum, "parallelism": job.nodes.maximum}
-        template = {"spec": {**pod, "restartPolicy": "OnFailure", "containers": [container]}}
-        pods = {"completionMode": "Indexed", **number_of_pods, "template": template}
-        spec = {
-            "failurePolicy": {"maxRestarts": job.max_restarts},
-            "network": {"enableDNSHostnames": True},
-            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": pods}}],
-        }
-    return {**body, "spec": spec}
+    return {
+        "terminationGracePeriodSeconds": round(job.grace_s) + _EXTRA_GRACE_S,
+        "volumes": [runs_volume, shm_volume],
+        **more,
+        "containers": [container],
+    }
 
 
 def _kind(job: Job) -> str:
@@ -252,6 +295,12 @@ def _runs_volume(job: Job) -> tuple[Path, dict[str, Any]]:
             "the run would be lost with its pods",
             why="neither a volume nor a mirror keeps its folder",
             fix="add --k8s-volume CLAIM:/runs with a PersistentVolumeClaim, or --mirror URL",
+        )
+    if not claim and job.nodes.maximum > 1:
+        raise UsageError(
+            f"{job.nodes} nodes need a volume",
+            why="all ranks use one run folder; each pod would have a different one, also with a mirror",
+            fix="add --k8s-volume CLAIM:/runs with a PersistentVolumeClaim of access mode ReadWriteMany",
         )
     volume = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
     return Path(path or "/runs"), {"name": "runs", **volume}
