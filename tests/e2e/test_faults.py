@@ -267,7 +267,7 @@ def test_a_stopped_rank_is_missed_where_no_launcher_watches(tmp_path: Path, rank
         stopped = rank_process(run, rank)
         stopped.send_signal(signal.SIGSTOP)
         output = run.finish(1)
-    assert re.search(rf"^error: rank {rank} .* heartbeat .* in step \d", output, re.MULTILINE)
+    assert re.search(rf"^error: rank {rank} .* heartbeat ", output, re.MULTILINE), output  # in any activity
     assert f"rank {rank} (stopped): " in output
     assert str(run.run.read().error).startswith(f"rank {rank} ")
     run.resume()
