@@ -295,14 +295,20 @@ def test_a_mirror_has_one_run(url: str, tmp_path: Path) -> None:
         check_mirror(url, tmp_path / "new")
 
 
-def test_a_slow_mirror_holds_up_the_end_no_longer_than_it_may(storage: s3.Storage, tmp_path: Path) -> None:
+def test_a_slow_mirror_holds_up_the_end_no_longer_than_it_may(
+    storage: s3.Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With lines of progress: how much has not been copied, and why."""
+    monkeypatch.setattr(mirror_module, "PROGRESS_S", 0.1)
     run, store = new_run(tmp_path / "run")
     said: list[str] = []
     mirror = started(run, f"s3://{s3.BUCKET}/slow", said)
     storage.status = 503
     save(run, store, 1)
-    assert mirror.close(0.3) is False
+    assert mirror.close(0.5) is False
     assert str(run.path) in said[-1]
+    progress = [line for line in said[:-1] if re.search(r"\d files .*\d MB.* s3://", line)]
+    assert len(progress) > 1, said
 
 
 def test_a_mirror_is_read_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
