@@ -60,3 +60,21 @@ def test_settings_beside_a_tasks_own_optimizer_are_named() -> None:
     ]
     assert not list(optimizer_notes(resolve({}), own))
     assert not list(optimizer_notes(config, own.model_copy(update={"optimizer_lr": None})))
+
+
+@pytest.mark.parametrize(
+    ("changes", "unused"),
+    [
+        ({"optimizer": {"momentum": 0.5}}, ["optimizer.momentum"]),
+        ({"optimizer": {"name": "sgd", "momentum": 0.5, "betas": [0.5, 0.9]}}, ["optimizer.betas"]),
+        ({"optimizer": {"name": "torch.optim.RAdam", "eps": 1e-6}}, ["optimizer.eps"]),
+        ({"scheduler": {"name": "step", "step_epochs": 3, "gamma": 0.5}}, []),
+        ({"scheduler": {"step_epochs": 3, "gamma": 0.5}}, ["scheduler.step_epochs, scheduler.gamma"]),
+        ({"averaging": {"decay": 0.9}}, ["averaging.decay"]),
+        ({"averaging": {"name": "swa", "start_share": 0.5, "every_steps": 2}}, []),
+    ],
+)
+def test_settings_that_the_chosen_kind_does_not_read_are_named(changes: dict[str, Any], unused: list[str]) -> None:
+    notes = list(optimizer_notes(resolve(changes), TaskFacts(name="toy", train_samples=100)))
+    assert [note.text.split(" has no effect")[0] for note in notes] == unused
+    assert {note.key for note in notes} <= {"settings_unused"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
@@ -122,13 +122,52 @@ def strategy_notes(config: RunConfig, placement: Placement, batch: BatchPlan) ->
         )
 
 
+#: Settings of a section that only some of its kinds read, by their names.
+_READERS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "optimizer": {
+        "betas": ("adamw", "adam"),
+        "eps": ("adamw", "adam"),
+        "momentum": ("sgd",),
+        "nesterov": ("sgd",),
+    },
+    "scheduler": {
+        "step_epochs": ("step",),
+        "milestones": ("multistep",),
+        "gamma": ("step", "multistep", "plateau"),
+        "decay_share": ("wsd",),
+        "patience": ("plateau",),
+        "power": ("poly",),
+        "decay": ("exponential",),
+        "decay_steps": ("exponential",),
+    },
+    "averaging": {
+        "decay": ("ema",),
+        "warmup": ("ema",),
+        "start_share": ("swa",),
+        "every_steps": ("ema", "swa"),
+    },
+}
+
+
 def optimizer_notes(config: RunConfig, facts: TaskFacts) -> Iterator[Note]:
     """Yield notes on settings without effect for a task that makes its optimizer or scheduler."""
     if facts.optimizer_lr is not None:
         used = {"optimizer.lr_scaling", "optimizer.base_batch_size"}
         yield from unused(sorted({*changed_keys(config, "optimizer")} - used), "the task makes its optimizer")
+    else:
+        yield from _notes_of_kind(config, "optimizer")
     if facts.own_schedule:
         yield from unused(sorted(changed_keys(config, "scheduler")), "the task makes its scheduler")
+    else:
+        yield from _notes_of_kind(config, "scheduler")
+    yield from _notes_of_kind(config, "averaging")
+
+
+def _notes_of_kind(config: RunConfig, section: str) -> Iterator[Note]:
+    """Yield a note on settings that the optimizer, schedule or average of this name does not read."""
+    name = getattr(config, section).name
+    unread = [setting for setting, readers in _READERS[section].items() if name not in readers]
+    yield from unused(changed_keys(config, section, *unread) if unread else [], f"{section}.name is {name}")
 
 
 def changed_keys(config: RunConfig, section: str, *names: str) -> list[str]:
