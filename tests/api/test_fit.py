@@ -86,15 +86,6 @@ class Records:
         return {"x": torch.full((2,), index / 40), "y": torch.full((1,), index / 20)}
 
 
-def test_a_compiled_module_has_the_trained_weights_afterwards(tmp_path: Path) -> None:
-    model: Any = torch.compile(net(), backend="eager")
-    before = weights(model)
-    parts: dict[str, Any] = {"model": model, "loss": F.cross_entropy, "train": dataset(40, 1)}
-    run = lockstep.fit(**parts, devices="cpu", epochs=1, save_dir=tmp_path / "run")
-    assert not torch.equal(weights(model), before)
-    assert torch.equal(weights(model), weights(run.load_model("last")))
-
-
 def test_a_loss_of_model_and_batch_and_its_parameters(tmp_path: Path) -> None:
     loss = Weighted()
     parts: dict[str, Any] = {"model": lambda: nn.Linear(2, 1), "loss": loss, "train": Records(), "lr": 0.05}
@@ -468,3 +459,12 @@ def test_a_divided_model_with_a_loss_of_model_and_batch(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as caught:
         lockstep.fit(model=mixing(), loss=root, save_dir=tmp_path / "root", **common)
     assert "lockstep.Loss(total" in caught.value.fix
+
+
+def test_a_compiled_module_has_the_trained_weights_afterwards(tmp_path: Path) -> None:
+    model: Any = torch.compile(net(), backend="eager")
+    before = weights(model)
+    parts: dict[str, Any] = {"model": model, "loss": F.cross_entropy, "train": dataset(40, 1)}
+    run = lockstep.fit(**parts, devices="cpu", epochs=1, save_dir=tmp_path / "run")
+    assert not torch.equal(weights(model), before)
+    assert torch.equal(weights(model), weights(run.load_model("last")))
