@@ -441,11 +441,10 @@ def replaced_loaders(
                     hide(owner, name, _seeded(getattr(owner, name), seed, changes.get(name)))
         data, module = owners
         queried = module if data is None else data  # a Trainer that has a data module asks it alone
-        for split in _STAGES:
-            source = f"{predicted if split == 'predict' else split}_dataloader"
-            owner = next((owner for owner in (queried, module) if defines(owner, source)), None)
+        for split, name in (("train", "train_dataloader"), (predicted, "predict_dataloader")):
+            owner = next((owner for owner in (queried, module) if defines(owner, f"{split}_dataloader")), None)
             if owner is not None:
-                hide(queried, f"{split}_dataloader", getattr(owner, source))
+                hide(queried, name, getattr(owner, f"{split}_dataloader"))
         yield
 
 

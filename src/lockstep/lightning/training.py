@@ -63,7 +63,7 @@ def fit(
         if run_settings.get("hardware"):
             raise ConfigError("hardware is given twice", fix="leave it out of config, and leave out devices=")
         run_settings = merge(run_settings, {"hardware": dict(hardware)})
-    data = _data_of(train_dataloaders, val_dataloaders, datamodule)
+    data = _data_of(model, train_dataloaders, val_dataloaders, datamodule)
     task = ModuleTask(module=model, datamodule=data, trainer=dict(trainer or {}))
     run = train(task, run_settings, resume=resume)
     # Other processes may have trained it, or an earlier attempt, which left nothing to do.
@@ -88,18 +88,27 @@ def _load_callbacks(callbacks: list[Any], state: Mapping[str, Any]) -> None:
             callback.load_state_dict(deepcopy(saved[callback.state_key]))
 
 
-def _data_of(train: Any, val: Any, datamodule: LightningDataModule | None) -> LightningDataModule | None:
-    """Return the data module, or one with these loaders, as ``Trainer.fit`` takes them."""
+def _data_of(
+    model: LightningModule, train: Any, val: Any, datamodule: LightningDataModule | None
+) -> LightningDataModule | None:
+    """Return the data module, or one with these loaders, as ``Trainer.fit`` takes them: the others are the model's."""
     from lightning.pytorch import LightningDataModule
+
+    from lockstep.lightning.dataloaders import defines
 
     if isinstance(train, LightningDataModule):
         train, datamodule = datamodule, train
     loaders = {"train_dataloader": train, "val_dataloader": val}
-    hooks = {name: (lambda _, loader=loader: loader) for name, loader in loaders.items() if loader is not None}
+    hooks: dict[str, Any] = {
+        name: (lambda _, loader=loader: loader) for name, loader in loaders.items() if loader is not None
+    }
     if not hooks:
         return datamodule
     if datamodule is not None:
         raise ConfigError("a data module and loaders are both given", fix="leave one of the two out")
+    for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
+        if name not in hooks and defines(model, name):
+            hooks[name] = lambda _, hook=getattr(model, name): hook()
     return type("GivenLoaders", (LightningDataModule,), hooks)()  # type: ignore[no-any-return]
 
 
