@@ -108,7 +108,8 @@ def _data_of(
         raise ConfigError("a data module and loaders are both given", fix="leave one of the two out")
     for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
         if name not in hooks and defines(model, name):
-            hooks[name] = lambda _, hook=getattr(model, name): hook()
+            hook = getattr(model, name)
+            hooks[name] = lambda _, hook=hook: hook()
     return type("GivenLoaders", (LightningDataModule,), hooks)()  # type: ignore[no-any-return]
 
 
