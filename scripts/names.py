@@ -23,7 +23,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
 MEASURES = ("vague", "packed", "splat", "long", "what", "where", "own", "noun")
 #: Figures that were reached, by package of ``src/lockstep``: lower them with each change, never raise them.
 LIMITS: dict[str, tuple[float, ...]] = {
-    "all": (0.6, 0.15, 0, 18, 0, 0, 0.1, 0),
+    "all": (0.6, 0.15, 0, 17, 0, 0, 0.1, 0),
     "_compat": (0, 0, 0, 0, 0, 0, 0, 0),
     "api": (0, 0, 0, 1, 0, 0, 0, 0),
     "audit": (0, 0, 0, 1, 0, 0, 0, 0),

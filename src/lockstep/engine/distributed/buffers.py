@@ -379,8 +379,8 @@ def check_agreement(model: nn.Module, optimizers: Sequence[Optimizer], collectiv
     if collectives.size == 1:
         return
     moments = dict[str, Tensor]()
-    for place, optimizer in enumerate(optimizers, 1):
-        owner = "the optimizer" if len(optimizers) == 1 else f"optimizer {place}"
+    for optimizer_number, optimizer in enumerate(optimizers, 1):
+        owner = "the optimizer" if len(optimizers) == 1 else f"optimizer {optimizer_number}"
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         moments |= {
             f"{owner}'s {name} of parameter {number}": value
