@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from lockstep._compat.torch import plain_name
 from lockstep.checkpoint.content import check_saveable
 from lockstep.checkpoint.writer import Steady
 from lockstep.engine.distributed.buffers import check_agreement
@@ -46,7 +47,7 @@ class Training:
         self._updates = updates
         self._divides = rank.plan.strategy.divides
         self._compares = compares and not self._divides
-        self._names = passes.module.state_dict().keys()
+        self._names = self._weight_names()
         #: Step and epoch of the last checkpoint.
         self._saved_at = -1, -1
 
@@ -100,10 +101,9 @@ class Training:
 
     def check_names(self) -> None:
         """Raise :class:`TaskError` where the model has other weights than it began with: no resume could load them."""
-        names = self._module.state_dict()
-        gained = [name for name in names if name not in self._names]
-        lost = [name for name in self._names if name not in names]
-        listed = [f"{verb} {', '.join(some[:5])}" for verb, some in (("gained", gained), ("lost", lost)) if some]
+        names = self._weight_names()
+        changes = ("gained", sorted(names - self._names)), ("lost", sorted(self._names - names))
+        listed = [f"{verb} {', '.join(changed[:5])}" for verb, changed in changes if changed]
         if listed:
             raise TaskError(
                 f"in training the model has {' and '.join(listed)}",
@@ -111,6 +111,9 @@ class Training:
                 "could not load its checkpoints",
                 fix="make all parameters and buffers with the model; register a cache with persistent=False",
             )
+
+    def _weight_names(self) -> set[str]:
+        return {plain_name(name) for name in self._module.state_dict()}
 
     def save(self, *, best: bool = False) -> None:
         """Compare buffers and weights of the ranks, and save, unless this step has been saved already. Collective."""
