@@ -106,8 +106,8 @@ class Noise(SampleBySample):
     ("split", "fault", "name"),
     [
         ("train", "reordered", "train"),
-        ("noisy", "reordered", "val noisy"),
-        ("clean", "shorter", "val clean"),
+        pytest.param("noisy", "reordered", "val noisy", marks=pytest.mark.slow),
+        pytest.param("clean", "shorter", "val clean", marks=pytest.mark.slow),
         ("test", "missing", "test"),
     ],
 )

@@ -96,6 +96,7 @@ class Counted(Toy):
         raise ValueError("no prediction")
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_are_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings: dict[str, Any] = {

@@ -153,6 +153,7 @@ def test_setup_may_ask_for_the_strategy(tmp_path: Path) -> None:
     assert set(devices) == {torch.device("cpu")}
 
 
+@pytest.mark.slow
 def test_two_ranks_take_loaders_and_a_batch_that_the_module_divides(tmp_path: Path) -> None:
     fit(AsksTheTrainer(), config=settings(tmp_path / "one"))
     result = fit(AsksTheTrainer(), val_dataloaders=loader(32), config=settings(tmp_path / "two", "cpu", "cpu"))

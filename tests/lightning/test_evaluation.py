@@ -91,9 +91,9 @@ def test_the_callers_callbacks_have_their_state_and_the_run_its_metrics(tmp_path
     ("model", "words"),
     [
         ({"gathers": True}, "all_gather"),
-        ({"mixes": "names"}, r"rank 0 train_0; rank 1 train_1"),
-        ({"mixes": "number"}, r"rank 0 train_0; rank 1 train_0, train_1"),
-        ({"differs": "train"}, r"rank 1 .*\btrain\b"),
+        pytest.param({"mixes": "names"}, r"rank 0 train_0; rank 1 train_1", marks=pytest.mark.slow),
+        pytest.param({"mixes": "number"}, r"rank 0 train_0; rank 1 train_0, train_1", marks=pytest.mark.slow),
+        pytest.param({"differs": "train"}, r"rank 1 .*\btrain\b", marks=pytest.mark.slow),
         ({"differs": "val"}, r"rank 1 .*\bval\b"),
     ],
 )

@@ -779,7 +779,7 @@ def gradient_penalty(session: lockstep.Session) -> None:
         session.step(optimizer)
 
 
-@pytest.mark.parametrize("loop", [penalty_on_a_list, gradient_penalty])
+@pytest.mark.parametrize("loop", [pytest.param(penalty_on_a_list, marks=pytest.mark.slow), gradient_penalty])
 def test_what_needs_whole_parameters_is_refused_under_fsdp(
     loop: Callable[[lockstep.Session], None], tmp_path: Path
 ) -> None:
@@ -1249,6 +1249,7 @@ def with_prepared_average(session: lockstep.Session) -> list[float]:
     return average.module.weight.flatten().tolist()  # type: ignore[union-attr,operator]
 
 
+@pytest.mark.slow
 def test_an_average_of_weights_may_be_prepared(tmp_path: Path) -> None:
     with lockstep.Session(QUIET, global_batch_size=8, seed=0, save_dir=tmp_path / "one") as session:
         alone = with_prepared_average(session)
@@ -1458,8 +1459,10 @@ def in_a_session(loop: Callable[[lockstep.Session], None]) -> None:
     ("loop", "what", "fix"),
     [
         (leaves_early, r"rank 0 did not reach the end of an epoch", "differs between ranks"),
-        (cleared_gradients, r"without a backward", ""),
-        (evaluates_other_data, r"rank 1 gave evaluate\(\) other data than rank 0", ""),
+        pytest.param(cleared_gradients, r"without a backward", "", marks=pytest.mark.slow),
+        pytest.param(
+            evaluates_other_data, r"rank 1 gave evaluate\(\) other data than rank 0", "", marks=pytest.mark.slow
+        ),
         (gathers_unevenly, r"rank 0 gather\(\) of float32 \[\*, 4\].*rank 1 gather\(\) of float32 \[\*, 3\]", ""),
     ],
 )

@@ -75,17 +75,19 @@ def test_weights_that_rounding_alone_moves_are_named_and_hide_no_other(tmp_path:
         (parting.WrongCountAndDraws, {"task": {"samples": 203}}, "denominator"),
         # All but the last run are the same for these two: test_diagnose.py has what is decided from them.
         pytest.param(parting.UnseededAugmentation, {}, "unseeded-data", marks=pytest.mark.drill),
-        (parting.KeptGenerator, {}, "stateful-data"),
+        pytest.param(parting.KeptGenerator, {}, "stateful-data", marks=pytest.mark.slow),
         pytest.param(parting.UnseededDropout, {}, "unseeded-forward", marks=pytest.mark.drill),
         pytest.param(parting.RankDropout, {}, "random-draws", marks=pytest.mark.drill),
         pytest.param(parting.ScaledRate, {}, "learning-rate", marks=pytest.mark.drill),
         pytest.param(parting.HandMadeNorm, {}, "grouping", marks=pytest.mark.drill),
-        (parting.RankValidation, {"training": {"reproducibility": "exact"}}, "validation"),
+        pytest.param(
+            parting.RankValidation, {"training": {"reproducibility": "exact"}}, "validation", marks=pytest.mark.slow
+        ),
         pytest.param(parting.OwnStart, {}, "initial-weights", marks=pytest.mark.drill),
         pytest.param(parting.OptimizerNoise, {}, "ranks-diverge", marks=pytest.mark.drill),
-        (parting.HookNoise, {}, "ranks-diverge"),
-        (parting.WrongMerge, {}, "buffers"),
-        (parting.Forgetful, {}, "resume"),
+        pytest.param(parting.HookNoise, {}, "ranks-diverge", marks=pytest.mark.slow),
+        pytest.param(parting.WrongMerge, {}, "buffers", marks=pytest.mark.slow),
+        pytest.param(parting.Forgetful, {}, "resume", marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -112,7 +114,7 @@ def test_ranks_that_read_other_samples_are_refused_before_they_train(tmp_path: P
 @pytest.mark.parametrize(
     "task",
     [
-        parting.GlobalDraws,
+        pytest.param(parting.GlobalDraws, marks=pytest.mark.slow),
         pytest.param(parting.Frozen, marks=pytest.mark.drill),
         pytest.param(parting.Split, marks=pytest.mark.drill),
         pytest.param(parting.ThawingAll, marks=pytest.mark.drill),

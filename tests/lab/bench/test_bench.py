@@ -122,6 +122,7 @@ def test_between_cases_the_compiler_is_not_imported(tmp_path: Path) -> None:
 PIPELINE: dict[str, Any] = {**TWO, "hardware": {**TWO["hardware"], "strategy": "pipeline"}}
 
 
+@pytest.mark.slow
 def test_a_pipelines_largest_batch_is_tried_with_as_many_micro_batches_as_its_devices_hold() -> None:
     report = bench_batch_size(
         Subject(Staged, {**PIPELINE, "training": {"threads": 1, "batch_size": 64}}), max_batch=500
@@ -146,6 +147,7 @@ def test_running_out_of_memory_on_one_rank_is_a_result() -> None:
     assert proposed["batch_size"] <= report.extra["largest"]
 
 
+@pytest.mark.slow
 def test_batches_that_leave_an_epoch_one_step_are_measured() -> None:
     large = {**ONE, "training": {"threads": 1, "batch_size": 100, "global_batch_size": 400}}
     report = bench_batch_size(Subject(Toy, large))
@@ -185,6 +187,7 @@ def test_a_benchmark_that_measured_nothing_has_failed() -> None:
     assert report.exit_code == 1
 
 
+@pytest.mark.slow
 def test_loader_finds_that_slow_data_need_workers() -> None:
     slow = {**ONE, "task": {"dataset": "plain", "pause_s": 0.002, "samples": 12}}
     report = bench_loader(Subject(Toy, slow), workers=(0, 2), seconds=0.2)
@@ -195,6 +198,7 @@ def test_loader_finds_that_slow_data_need_workers() -> None:
     assert all(row["of_demand"] < 1 for row in report.rows)
 
 
+@pytest.mark.slow
 def test_lr_proposes_a_rate_at_which_the_loss_falls() -> None:
     report = bench_lr(Subject(Toy, {**ONE, "training": {"threads": 1, "seed": 7}}), steps=100)
     rates = [row["lr"] for row in report.rows]

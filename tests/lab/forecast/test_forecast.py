@@ -87,6 +87,7 @@ def test_a_forecast_holds_the_batch_of_a_device() -> None:
         forecast(subject(training={"global_batch_size": 64}), Wish((8,), gpu=H100))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_measured_step_is_predicted_on_several_devices() -> None:
     report = forecast(subject(), Wish((1, 8), steps=3, repeats=2))

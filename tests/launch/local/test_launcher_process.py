@@ -104,6 +104,7 @@ def test_a_launcher_ends_with_its_caller_though_a_fork_of_that_has_its_socket(ca
     wait_for(lambda: len(caller.descendants()) == 1)
 
 
+@pytest.mark.slow
 def test_a_caller_may_have_more_files_open_than_select_takes(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB", "end,end")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

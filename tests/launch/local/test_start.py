@@ -45,12 +45,14 @@ def test_rank_0_speaks_where_stdout_is_not_a_file(run_dir: RunDir) -> None:
     assert out.getvalue() == "rank 0 of 2 speaks\n"
 
 
+@pytest.mark.slow
 def test_a_process_without_stdout(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
     assert start(run_dir, "end") == 0
 
 
+@pytest.mark.slow
 def test_two_launches_at_once_from_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB", "end,end")  # of the process, so not in each thread
     runs = [RunDir.create(tmp_path / f"run-{i}", RunConfig(), run_id=f"run-{i:08}", command=[]) for i in range(2)]
@@ -99,6 +101,7 @@ def test_a_killed_rank_is_the_cause_of_what_others_say(run_dir: RunDir) -> None:
     assert "out-of-memory killer" in report.why
 
 
+@pytest.mark.slow
 def test_sys_exit_in_a_rank_is_a_failure(run_dir: RunDir) -> None:
     assert start(run_dir, "leave") == 1
     report = read_failure(run_dir)
